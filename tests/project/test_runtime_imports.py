@@ -55,7 +55,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),
         "serving/server/": ("process", "app"),
-        "serving/distributed/": ("front", "replica", "shelf", "shelf_front", "shelved_model"),
+        "serving/distributed/": ("front", "replica", "shelf_front", "shelved_model"),
     },
 }
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -28,8 +27,7 @@ from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
 from infer.serving.distributed.failover import Failover
 from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
-from infer.serving.distributed.routed_body import RoutedBody, read_routed
-from infer.serving.distributed.router import ReplicaRouter, RoutedPrompt, text_keys
+from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPrompt, read_routed, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import make_app
@@ -303,11 +301,11 @@ class Two(NamedTuple):
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
+def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Two]:
     state = ServerState(ServerSettings())
-    with socket.socket() as one, socket.socket() as other:
-        replicas = Replicas([["a"], ["b"]], [one, other], 120.0, partial(follow, state), has_spares=False)
-        yield Two(replicas, state, *(Kept(each, monkeypatch) for each in replicas._replicas))
+    replicas = Replicas([["a"], ["b"]], tmp_path, 120.0, partial(follow, state))
+    yield Two(replicas, state, *(Kept(each, monkeypatch) for each in replicas._replicas))
+    replicas.kill()
 
 
 def prompt_of(text: bytes, session: str = "") -> RoutedPrompt:

@@ -27,7 +27,7 @@ from commands import refused, run
 from idle import until
 from infer import LLM, BatchEngine, InvalidRequestError
 from infer.serving.distributed.replica import Replica
-from infer.serving.distributed.routed_body import read_routed
+from infer.serving.distributed.router import read_routed
 from infer.serving.server.metrics import Metrics
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings

@@ -24,7 +24,7 @@ from infer.serving.distributed.exchange import (
     media_type_of,
     request_bytes,
 )
-from infer.serving.distributed.routed_body import RoutedBody
+from infer.serving.distributed.router import RoutedBody
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
 from infer.serving.server.call import (
@@ -66,6 +66,7 @@ class Failover:
         self._sent = list[SentPart]()  # parts of which the client has an event
         self._num_sent = 0  # events that the client has
         self._num_seen = 0  # events of the replica that is answering
+        self._head: ResponseHead | None = None  # the head that the client gets, when a replica has sent it
         self._fingerprint: bytes | None = None  # the fingerprint of the model that began the stream
 
     async def response(self) -> Response:
@@ -76,11 +77,11 @@ class Failover:
         self._call.is_forwarded = True
         answer = self._answer()
         try:
-            head = await while_connected(self._request, _head_of(answer))
+            head = await while_connected(self._request, self._begin(answer))
             if _is_stream(head):
-                response: Response = EventStream(_bytes_of(answer), comment_seconds=inf, fail=self._give_up)
+                response: Response = EventStream(answer, comment_seconds=inf, fail=self._give_up)
             else:
-                response = Response(b"".join([chunk async for chunk in _bytes_of(answer)]))
+                response = Response(b"".join([chunk async for chunk in answer]))
         except BaseException as error:
             self._call.is_forwarded = not isinstance(error, ApiError)
             raise
@@ -91,9 +92,14 @@ class Failover:
         self._call.is_forwarded = False
         return self._fail(error)
 
-    async def _answer(self) -> AsyncGenerator[ResponseHead | bytes, None]:
-        """Yield the head, then the body as it arrives, from as many replicas as are needed."""
-        has_head, num_deaths = False, 0
+    async def _begin(self, answer: AsyncGenerator[bytes, None]) -> ResponseHead:
+        await anext(answer)
+        assert self._head is not None
+        return self._head
+
+    async def _answer(self) -> AsyncGenerator[bytes, None]:
+        """Yield nothing when the head has arrived, then the body as it arrives, from as many replicas as are needed."""
+        num_deaths = 0
         while num_deaths < _MOST_DEATHS:
             self._noted, self._num_seen, num_sent = [], 0, self._num_sent
             try:
@@ -104,14 +110,15 @@ class Failover:
                         body = await exchange.body()
                         if head.status >= 500 and _code_of(body) in _FAILED_CODES:
                             raise ReplicaFailedError
-                        if has_head:
+                        if self._head is not None:
                             raise _DIED
-                        yield head
+                        self._head = head
+                        yield b""
                         yield body
                         return
-                    if not has_head:
-                        has_head, self._fingerprint = True, fingerprint
-                        yield head
+                    if self._head is None:
+                        self._head, self._fingerprint = head, fingerprint
+                        yield b""
                     elif fingerprint != self._fingerprint:
                         raise _DIED
                     async with aclosing(exchange.events()) as arriving:
@@ -124,7 +131,7 @@ class Failover:
                                 raise ReplicaFailedError
                     return
             except GoneError:
-                if has_head and not self._asked.is_repeatable:
+                if self._head is not None and not self._asked.is_repeatable:
                     break
                 num_deaths = 1 if self._num_sent > num_sent else num_deaths + 1
         raise _DIED
@@ -179,17 +186,3 @@ def _take_fingerprint(head: ResponseHead) -> bytes | None:
 
 def _is_stream(head: ResponseHead) -> bool:
     return media_type_of(head.headers) in (EVENTS, LINES)
-
-
-async def _head_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> ResponseHead:
-    head = await anext(answer)
-    assert isinstance(head, ResponseHead)
-    return head
-
-
-async def _bytes_of(answer: AsyncGenerator[ResponseHead | bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield the body of an answer whose head has been read."""
-    async with aclosing(answer):
-        async for chunk in answer:
-            assert isinstance(chunk, bytes)
-            yield chunk

@@ -2,8 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from infer.serving.distributed.exchange import Exchanges
 from infer.serving.distributed.failover import BeginExchange, Failover
 from infer.serving.distributed.replica import Replicas
-from infer.serving.distributed.routed_body import RoutedBody, read_routed
+from infer.serving.distributed.router import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.call import call_of
 from infer.serving.server.endpoint import ApiRequest, ApiRoute, read_apart
@@ -32,21 +31,18 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
 
     The number of the descriptor of the child's socket is appended to its command.
     """
-    with locked_folder("infer-front-") as folder, ExitStack() as stack:
-        sockets = list[socket.socket]()
-        for index in range(len(commands)):
-            own = stack.enter_context(socket.socket(socket.AF_UNIX))
-            own.bind(str(folder / str(index)))
-            own.listen(1024)
-            sockets.append(own)
-        has_spares = len(commands) == 1
-        seconds = state.settings.watchdog_seconds
-        replicas = Replicas(commands, sockets, seconds, partial(follow, state), has_spares=has_spares)
+    with locked_folder("infer-front-") as folder:
+        replicas = Replicas(commands, folder, state.settings.watchdog_seconds, partial(follow, state))
         life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
-        try:
-            return asyncio.run(ServerProcess(state, listener, Front(replicas).table).run(life))
-        finally:
-            replicas.kill()
+        return asyncio.run(serve_front(ServerProcess(state, listener, Front(replicas).table), life, replicas.kill))
+
+
+async def serve_front(server: ServerProcess, life: Life, kill: Callable[[], None]) -> int:
+    """Serve until the server has drained, kill the processes that are left, and return the exit status."""
+    try:
+        return await server.run(life)
+    finally:
+        kill()
 
 
 def follow(state: ServerState, replicas: Replicas) -> None:

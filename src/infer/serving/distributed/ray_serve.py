@@ -10,7 +10,6 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -30,7 +29,7 @@ from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.app import make_app, read_keys
-from infer.serving.server.process import OnProgress, load_model, make_http_server, warmed
+from infer.serving.server.process import load_model, make_http_server, warmed
 from infer.serving.server.routes.status import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
@@ -181,7 +180,7 @@ class RayEngine:
         """Load the model and start the server. Raises the error of loading the model."""
         take_cores(load["threads"])
         self._state = ServerState(settings.of_child)
-        await load_model(self._state, partial(_load, load))
+        await load_model(self._state, lambda on_progress: warmed(infer.LLM(**load, on_progress=on_progress)))
         if self._state.failure is not None:
             raise self._state.failure
         self._server = make_http_server(self._state)
@@ -224,10 +223,6 @@ async def _end_when_failed(state: ServerState) -> None:
     """End this process when its engine has failed, so that Ray starts another one."""
     await state.has_failed.wait()
     os._exit(1)
-
-
-def _load(load: Mapping[str, Any], on_progress: OnProgress) -> "infer.AsyncLLM":
-    return warmed(infer.LLM(**load, on_progress=on_progress))
 
 
 @final

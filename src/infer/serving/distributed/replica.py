@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import final
 
 from infer.errors import InferError
@@ -46,6 +47,14 @@ def await_turn() -> bool:
     return bool(os.read(0, 1))
 
 
+def socket_in(folder: Path, number: int) -> socket.socket:
+    """Return a new socket in a folder that listens for requests to a process."""
+    own = socket.socket(socket.AF_UNIX)
+    own.bind(str(folder / str(number)))
+    own.listen(1024)
+    return own
+
+
 @final
 class Replica:
     """A replica of the server. `command` starts it; the number of its socket's descriptor is appended.
@@ -65,7 +74,7 @@ class Replica:
         self._watchdog_seconds, self._num_missed = watchdog_seconds, 0
         self._silent_seconds = 0.0  # duration of the checks that it missed in a row
         self.num_answered = 0  # requests of clients, since it is ready
-        self._own, self._on_change = own, on_change
+        self.own, self._on_change = own, on_change
         self._command = [*command, str(own.fileno())]
         self._process: asyncio.subprocess.Process | None = None
         self._spare: asyncio.subprocess.Process | None = None
@@ -106,7 +115,7 @@ class Replica:
         Raises GoneError if the replica dies meanwhile, or if its requests are dropped.
         """
         was_ready, process = self.is_ready, self._process
-        exchange = await connected(self._own.getsockname())
+        exchange = await connected(self.own.getsockname())
         self._exchanges.add(exchange)
         try:
             if was_ready and not self.is_ready:
@@ -122,16 +131,11 @@ class Replica:
             self._exchanges.discard(exchange)
             exchange.close()
 
-    async def get(self, target: bytes) -> tuple[int, bytes]:
-        """Return status and body. Raises GoneError."""
-        async with self.exchange() as exchange:
-            return await exchange.get(target)
-
     async def try_get(self, target: bytes) -> tuple[int, bytes] | None:
         """Return status and body, or None if there is no answer within a second."""
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                return await self.get(target)
+            async with asyncio.timeout(_ANSWER_SECONDS), self.exchange() as exchange:
+                return await exchange.get(target)
         except (GoneError, TimeoutError):
             return None
 
@@ -221,10 +225,16 @@ class Replica:
                 _signal(process, signal.SIGKILL)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        fds = (self._own.fileno(),)
+        fds = (self.own.fileno(),)
         return await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, pass_fds=fds, start_new_session=True
         )
+
+
+async def answers_of(replicas: Sequence[Replica], target: bytes) -> dict[str, tuple[int, bytes] | None]:
+    """Return status and body by name, or None for a replica that does not answer within a second."""
+    answers = await asyncio.gather(*(replica.try_get(target) for replica in replicas))
+    return {replica.name: answer for replica, answer in zip(replicas, answers, strict=True)}
 
 
 def _signal(process: asyncio.subprocess.Process | None, number: int) -> None:
@@ -234,26 +244,24 @@ def _signal(process: asyncio.subprocess.Process | None, number: int) -> None:
 
 @final
 class Replicas:
-    """For the event loop only. `commands` start the replicas, each with its own socket.
+    """For the event loop only. `commands` start the replicas, whose sockets are in `folder`.
 
-    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. If
-    `has_spares`, each replica has a spare process.
+    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. A
+    single replica has a spare process.
     """
 
     def __init__(
         self,
         commands: Sequence[Sequence[str]],
-        sockets: Sequence[socket.socket],
+        folder: Path,
         watchdog_seconds: float,
         on_change: Callable[["Replicas"], None],
-        *,
-        has_spares: bool,
     ) -> None:
         self.failure: Exception | None = None  # the reason why no replica can start
-        self._on_change, self._has_spares, self._router = on_change, has_spares, ReplicaRouter(NUM_PAGES)
+        self._on_change, self._router = on_change, ReplicaRouter(NUM_PAGES)
         self._replicas = [
-            Replica(str(index), own, command, self._notice, watchdog_seconds)
-            for index, (own, command) in enumerate(zip(sockets, commands, strict=True))
+            Replica(str(index), socket_in(folder, index), command, self._notice, watchdog_seconds)
+            for index, command in enumerate(commands)
         ]
         self._queued = {replica.name: 0.0 for replica in self._replicas}  # queued tokens per replica
         self._is_any_ready, self._is_settled = asyncio.Event(), asyncio.Event()
@@ -291,9 +299,8 @@ class Replicas:
 
     async def get(self, target: bytes) -> dict[str, tuple[int, bytes]]:
         """Return status and body by name, for the replicas that are ready and answer within a second."""
-        asked = self._choosable()
-        answers = await asyncio.gather(*(replica.try_get(target) for replica in asked))
-        return {replica.name: answer for replica, answer in zip(asked, answers, strict=True) if answer is not None}
+        answers = await answers_of(self._choosable(), target)
+        return {name: answer for name, answer in answers.items() if answer is not None}
 
     def terminate(self) -> None:
         """Send SIGTERM to all replicas, which then drain."""
@@ -303,12 +310,13 @@ class Replicas:
     def kill(self) -> None:
         for replica in self._replicas:
             replica.kill()
+            replica.own.close()
 
     async def _keep(self, replica: Replica) -> None:
         """Keep a replica alive. If it cannot start, try again while others serve."""
         while True:
             try:
-                await replica.live(has_spare=self._has_spares)
+                await replica.live(has_spare=not self.are_several)
                 self._is_settled.set()  # even if it was ended before it was ready
                 return
             except (InferError, OSError) as error:

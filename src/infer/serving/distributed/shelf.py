@@ -7,7 +7,6 @@ its last answer. The model that has been wanted for the longest time is loaded f
 
 import asyncio
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange, GoneError
-from infer.serving.distributed.replica import Replica
+from infer.serving.distributed.replica import Replica, socket_in
 from infer.serving.distributed.shelved_model import (
     SLACK_SECONDS,
     ModelPlan,
@@ -30,7 +29,7 @@ from infer.serving.distributed.shelved_model import (
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
-from infer.serving.server.routes.served_models import cached_path
+from infer.serving.server.routes.served_models import StatusValue, cached_path
 from infer.serving.server_settings import ServerSettings
 
 _LOOK_SECONDS = 1.0  # between two looks for models
@@ -125,9 +124,7 @@ class Shelf:
     def _add(self, sources: Sequence[ModelSource]) -> None:
         for source in sources:
             if source.name not in self.models:
-                own = socket.socket(socket.AF_UNIX)
-                own.bind(str(self._folder / str(len(self.models))))
-                own.listen(1024)
+                own = socket_in(self._folder, len(self.models))
                 self.models[source.name] = ShelvedModel(source, own, self._pump)
 
     @property
@@ -159,7 +156,7 @@ class Shelf:
                 model.fail(error)
                 continue
             if self.used_bytes + model.num_bytes <= self.budget:
-                self._begin_load(model)
+                self._begin(model, "loading", self._load(model))
 
         def is_settled() -> bool:
             phases = {model.phase for model in firsts}
@@ -247,19 +244,17 @@ class Shelf:
         ticket = Ticket(tenant, model.arrive(), asyncio.get_running_loop().create_future())
         model.waiting.append(ticket)
         self._pump()
-        is_admitted = False
         try:
             await asyncio.wait({ticket.admitted}, timeout=self.settings.max_ttft)
             if not ticket.admitted.done():
                 raise self._told_to_retry(model, ticket)
             ticket.admitted.result()
-            assert model.replica is not None
-            is_admitted = True
-            return model.replica
-        finally:
-            if not is_admitted:
-                model.forget(ticket)
-                self._pump()
+        except BaseException:
+            model.forget(ticket)
+            self._pump()
+            raise
+        assert model.replica is not None
+        return model.replica
 
     def _told_to_retry(self, model: ShelvedModel, ticket: Ticket) -> ApiError:
         """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
@@ -305,7 +300,7 @@ class Shelf:
             if model.failure is not None or (model.phase == "loaded" and not model.must_go):
                 model.settle()
             if model.must_go and model.is_idle:
-                self._begin_unload(model)
+                self._begin(model, "unloading", model.unload())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -316,7 +311,7 @@ class Shelf:
         """
         missing = self.used_bytes + model.num_bytes - self.budget
         if missing <= 0:
-            self._begin_load(model)
+            self._begin(model, "loading", self._load(model))
             return
         missing -= sum(each.num_bytes for each in self.models.values() if each.phase == "unloading")
         since = model.wanted_since()
@@ -324,34 +319,19 @@ class Shelf:
         for each in models_to_unload(missing, (one for one in loaded if one.wanted_since() > since)):
             each.must_go = True
 
-    def _begin_load(self, model: ShelvedModel) -> None:
-        model.phase = "loading"
-        self._begin(self._load(model))
-
     async def _load(self, model: ShelvedModel) -> None:
         try:
             model.plan, model.version = await self._plan_of(model)
         except InferError as error:
             model.fail(error)
-            self._pump()
             return
         if self.used_bytes > self.budget:  # the files were replaced by larger ones
             model.phase = "unloaded"
-            self._pump()
             return
         await model.load(self._work.command(model.source, model.plan), self.settings.watchdog_seconds)
         if model.phase == "loaded":
             model.settle()  # also the requests behind those for other models
             self._unload_if_idle(model)
-        self._pump()
-
-    def _begin_unload(self, model: ShelvedModel) -> None:
-        model.phase = "unloading"
-        self._begin(self._unload(model))
-
-    async def _unload(self, model: ShelvedModel) -> None:
-        await model.unload()
-        self._pump()
 
     def _unload_if_idle(self, model: ShelvedModel) -> None:
         """Unload the model when it has been idle for its time."""
@@ -361,12 +341,19 @@ class Shelf:
 
         def check(used_at: float) -> None:
             if model.is_idle and model.used_at == used_at and not self._is_ending:
-                self._begin_unload(model)
+                self._begin(model, "unloading", model.unload())
 
         asyncio.get_running_loop().call_later(seconds, check, model.used_at)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _begin(self, model: ShelvedModel, phase: StatusValue, work: Coroutine[Any, Any, None]) -> None:
+        """Begin work that changes a model. Requests are looked at again when it has ended."""
+
+        async def run() -> None:
+            await work
+            self._pump()
+
+        model.phase = phase
+        task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -7,14 +7,15 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
 from starlette.responses import Response
 
 from infer.errors import InferError
-from infer.serving.distributed.front import hand_on, read_body
+from infer.serving.distributed.front import hand_on, read_body, serve_front
+from infer.serving.distributed.replica import answers_of
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of
 from infer.serving.protocols.api_errors import ApiError
@@ -52,25 +53,18 @@ _OWN = [*status.OWN_ROUTES, *web_files.ROUTES, *(each for each in ollama.ROUTES 
 def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[ModelSource], work: ShelfWork) -> int:
     """Serve the models, and return the exit status."""
     with locked_folder("infer-shelf-") as folder:
-        return asyncio.run(_run(state, listener, lambda: Shelf(sources, state.settings, work, folder)))
+        shelf = Shelf(sources, state.settings, work, folder)
 
+        async def load() -> None:
+            try:
+                await shelf.start()
+            except InferError as error:
+                state.fail(error)
+            else:
+                state.phase = "ready"
 
-async def _run(state: ServerState, listener: socket.socket, make_shelf: Callable[[], Shelf]) -> int:
-    shelf = make_shelf()
-
-    async def load() -> None:
-        try:
-            await shelf.start()
-        except InferError as error:
-            state.fail(error)
-        else:
-            state.phase = "ready"
-
-    life = Life(load, state.has_failed.wait, shelf.terminate)
-    try:
-        return await ServerProcess(state, listener, ShelfFront(shelf).table).run(life)
-    finally:
-        shelf.kill()
+        life = Life(load, state.has_failed.wait, shelf.terminate)
+        return asyncio.run(serve_front(ServerProcess(state, listener, ShelfFront(shelf).table), life, shelf.kill))
 
 
 class ModelBody(Parameters, kw_only=True):
@@ -195,10 +189,8 @@ class ShelfFront:
 
     async def _ask_loaded(self, target: bytes) -> dict[str, tuple[int, bytes] | None]:
         """Return status and body of each loaded model, or None for a model that does not answer within a second."""
-        loaded = {each.name: each.replica for each in self._shelf.models.values() if each.phase == "loaded"}
-        asked = {name: replica for name, replica in loaded.items() if replica is not None}
-        found = await asyncio.gather(*(replica.try_get(target) for replica in asked.values()))
-        return dict(zip(asked, found, strict=True))
+        loaded = [each.replica for each in self._shelf.models.values() if each.phase == "loaded"]
+        return await answers_of([replica for replica in loaded if replica is not None], target)
 
     async def _read_metrics(self, request: ApiRequest) -> Response:
         """Return the metrics of all loaded models, with their names, and those of this process."""

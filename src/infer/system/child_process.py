@@ -5,12 +5,15 @@ has ended, or if a fork of this process asks. A `Lane` has a few processes of on
 one of them to the others, so that they need not wait.
 
 A program limits its own memory by RLIMIT_DATA. macOS does not enforce this limit. There, the process that asks watches
-the memory of the process that answers.
+the memory of the process that answers. A program that runs nothing else on its main thread may also limit the processor
+time of a block. Only processor time counts, so a busy machine does not change the result.
 """
 
 import atexit
 import json
+import math
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -23,12 +26,13 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from threading import Lock
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from infer.system import macos
 
 _START_SECONDS = 120.0  # for a busy machine, and for libraries that load torch
 _PART_BYTES = 1 << 16
+_LEAST_SECONDS = 1e-3  # of a limit of processor time: a timer of 0 would never end
 _WATCH_SECONDS = 0.02  # between two looks at the memory of a process, on macOS
 MOST_PROCESSES = 3
 MEMORY_BYTES = 1 << 30  # of a process
@@ -287,3 +291,43 @@ class Lane:
         """Reset the lane in a fork, where no thread is asking, whatever the parent's threads did."""
         self._changed, self._asking = threading.Condition(), []
         self._free = list(self._children)
+
+
+class LateError(BaseException):
+    """The time of a block is over. Handlers must not mistake it for a fault of the data that the block reads."""
+
+
+class OverLimitError(Exception):
+    """A block took longer than its own limit."""
+
+
+def processor_seconds() -> float:
+    """Return the processor time of this process and of the processes that it waited for."""
+    usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def watch_limits() -> None:
+    """Install the signal handler that `limited` needs."""
+    signal.signal(signal.SIGPROF, _late)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise OverLimitError if the block takes more processor time. The limit of an enclosing block stays active."""
+    around = signal.getitimer(signal.ITIMER_PROF)[0] or math.inf
+    begun = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, min(seconds, around))
+    try:
+        yield
+    except LateError:
+        if seconds > around:
+            raise
+        raise OverLimitError from None
+    finally:
+        left = max(around - (time.process_time() - begun), _LEAST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, 0.0 if around == math.inf else left)
+
+
+def _late(number: int, frame: object) -> NoReturn:
+    raise LateError

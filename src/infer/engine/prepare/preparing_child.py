@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from infer.errors import AnswerGrammarError, InvalidRequestError, SchemaError, about
-from infer.system.processor_limit import OverLimitError, limited, watch_limits
+from infer.system.child_process import OverLimitError, limited, watch_limits
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import pointed
 from infer.text.grammar.libraries import TRIES, llguidance_try, read_within

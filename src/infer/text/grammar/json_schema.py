@@ -15,8 +15,8 @@ from hashlib import blake2b
 from typing import Any, final
 
 from infer.errors import InvalidRequestError, SchemaError
+from infer.system.child_process import processor_seconds
 from infer.system.json_limits import is_deeper, refuse_constant, unique_keys
-from infer.system.processor_limit import processor_seconds
 from infer.text.grammar.grammar import STRICT, Grammar
 from infer.text.grammar.patterns import check_size, pattern_without
 from infer.text.grammar.schema_logic import TYPES, SchemaPart, errors_at, false_part, refuse

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import infer
 from infer.errors import InvalidRequestError, SchemaError
-from infer.system.child_process import MEMORY_BYTES, ChildError, Lane
-from infer.system.processor_limit import OverLimitError, limited
+from infer.system.child_process import MEMORY_BYTES, ChildError, Lane, OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
 from infer.text.grammar.json_schema import ESCAPES, SEARCH_SECONDS, SchemaSearch, build_schema, pointed
 from infer.text.grammar.lark import check_grammar

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from infer.errors import InvalidRequestError, problem_of
-from infer.system.processor_limit import LateError, processor_seconds
+from infer.system.child_process import LateError, processor_seconds
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, GrammarKind, Source
 from infer.text.grammar.json_schema import rewrite_schema

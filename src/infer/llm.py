@@ -270,7 +270,7 @@ class LLM(TextCalls):
             >>> llm.default_params(is_chat=True)
             SamplingParams(temperature=0.0, top_p=0.9, repetition_penalty=1.1, repetition_window=64, max_new_tokens=512)
         """
-        return default_params(self.sampling_defaults, is_chat=is_chat)
+        return default_params(self.sampling_defaults, {}, is_chat=is_chat)
 
     @overload
     def generate(

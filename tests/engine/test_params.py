@@ -94,6 +94,7 @@ def test_an_unknown_name_says_what_was_meant(name: str, meant: str) -> None:
     for make in (lambda given: SamplingParams(**given), SamplingParams.from_mapping):
         check_refused(partial(make, {name: 1}), f"did you mean {meant}", UnknownParameterError)
         check_refused(partial(make, {"zzzzzz": 1}), "use one of temperature, top_k")
+    check_refused(lambda: default_params({}, {"is_chat": 1, "from_model": 1}, is_chat=True), "parameter 'is_chat'")
     with pytest.raises(TypeError, match="by name"):
         SamplingParams(0.5)  # type: ignore[misc]
 
@@ -286,33 +287,33 @@ def test_files_go_before_the_card_and_the_card_before_neutral_values() -> None:
     found = SamplingDefaults({"temperature": 0.6}, {"temperature": 0.2, "top_p": 0.9})
     assert dict(found) == {"temperature": 0.6, "top_p": 0.9}
     assert (found.from_files, found.from_card) == ({"temperature": 0.6}, {"top_p": 0.9})
-    assert default_params(found, is_chat=True) == SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=512)
-    assert default_params({}, is_chat=True) == SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=512)
-    assert default_params({}, is_chat=False) == SamplingParams(max_new_tokens=512)
-    assert default_params(found, is_chat=True, temperature=0, max_tokens=3).temperature == 0
+    assert default_params(found, {}, is_chat=True) == SamplingParams(temperature=0.6, top_p=0.9, max_new_tokens=512)
+    assert default_params({}, {}, is_chat=True) == SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=512)
+    assert default_params({}, {}, is_chat=False) == SamplingParams(max_new_tokens=512)
+    assert default_params(found, {"temperature": 0, "max_tokens": 3}, is_chat=True).temperature == 0
 
 
 def test_a_card_s_repetition_penalty_goes_with_the_card_s_temperature() -> None:
     found = SamplingDefaults({}, {"temperature": 0.0, "repetition_penalty": 1.1, "repetition_window": 64})
-    params = default_params(found, is_chat=True)
+    params = default_params(found, {}, is_chat=True)
     assert (params.temperature, params.repetition_penalty, params.repetition_window) == (0, 1.1, 64)
-    params = default_params(found, is_chat=True, temperature=0)
+    params = default_params(found, {"temperature": 0}, is_chat=True)
     assert (params.repetition_penalty, params.repetition_window) == (1.0, None)
-    assert default_params(found, is_chat=True, temperature=0, repetition_penalty=1.2).repetition_penalty == 1.2
+    assert default_params(found, {"temperature": 0, "repetition_penalty": 1.2}, is_chat=True).repetition_penalty == 1.2
     of_files = SamplingDefaults({"temperature": 0.5, "repetition_penalty": 1.1})
-    assert default_params(of_files, is_chat=True, temperature=0).repetition_penalty == 1.1
+    assert default_params(of_files, {"temperature": 0}, is_chat=True).repetition_penalty == 1.1
 
 
 def test_only_the_card_that_needs_it_and_the_seeds_preset_penalise_repetition() -> None:
     tables = {"neutral": dict[str, Any]()} | {name: dict(each.sampling) for name, each in INSTALLED_MODELS.items()}
     penalised = set[str]()
     for (name, values), is_chat in product(tables.items(), (False, True)):
-        penalised |= {name} if default_params(values, is_chat=is_chat).repetition_penalty != 1.0 else set()
+        penalised |= {name} if default_params(values, {}, is_chat=is_chat).repetition_penalty != 1.0 else set()
     assert (penalised, PRESETS["seed"]["repetition_penalty"]) == ({"smollm2"}, 1.1)
 
 
 def test_a_top_p_of_0_in_a_models_file_keeps_one_token() -> None:
-    assert 0 < default_params(sampling_defaults({"top_p": 0}), is_chat=False).top_p < 1e-6
+    assert 0 < default_params(sampling_defaults({"top_p": 0}), {}, is_chat=False).top_p < 1e-6
 
 
 @cases("name value",

@@ -65,10 +65,10 @@ def beside(from_model: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def default_params(from_model: Mapping[str, Any], *, is_chat: bool, **given: Any) -> SamplingParams:
+def default_params(from_model: Mapping[str, Any], given: Mapping[str, Any], *, is_chat: bool) -> SamplingParams:
     """Return the parameters of a request that names only `given`.
 
-    Raises InvalidRequestError if one of the given values is invalid.
+    Raises InvalidRequestError if a given name is unknown, or its value is invalid.
     """
     given = without_aliases(given)
     return SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **beside(from_model, given), **given})

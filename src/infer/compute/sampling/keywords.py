@@ -87,7 +87,7 @@ def params_of(
         return params
     if params is not None and not isinstance(params, Mapping):
         raise InvalidRequestError(f"params must be SamplingParams or a mapping of its fields, got {params!r:.80}")
-    return default_params(defaults, is_chat=is_chat, **values_from(params or keywords))
+    return default_params(defaults, values_from(params or keywords), is_chat=is_chat)
 
 
 def split_keywords(keywords: Mapping[str, Any], templates: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

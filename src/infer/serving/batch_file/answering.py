@@ -3,7 +3,7 @@
 Neighbouring rows of one task about texts with equal options are computed together. A row's line is the same as alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 from infer.compute.sampling.defaults import default_params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
+from infer.engine.requests.prompt_encoding import is_conversation
 from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import Sequence
 from infer.engine.texts.text_ids import TextIds
@@ -75,9 +76,8 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     elif isinstance(row.body, CompletionBody):
         asked = ask_text(row.body, served)
     else:
-        is_chat = not isinstance(row.prompt, str) and any(isinstance(each, Mapping) for each in row.prompt)
         values = {"seed": served.seed, **settings.values, **without_zeros(values_from(row.values))}
-        params = default_params(llm.sampling_defaults, is_chat=is_chat, **values)
+        params = default_params(llm.sampling_defaults, values, is_chat=is_conversation(row.prompt))
         asked = Ask([row.prompt], [params], RequestOptions(**row.options))
     return llm._opened.requests.sequence(replace(asked, options=replace(asked.options, cancel=settings.cancel)))
 

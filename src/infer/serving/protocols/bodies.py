@@ -79,7 +79,7 @@ class Served:
         if "json_schema" in given:
             given["json_schema"] = with_objects(given["json_schema"])
         with refusing(prompt_name):
-            params = default_params(self.llm.sampling_defaults, is_chat=prompt_name != "prompt", **given)
+            params = default_params(self.llm.sampling_defaults, given, is_chat=prompt_name != "prompt")
         seed = self.seed if seed is None else seed
         first = secrets.randbits(SEED_BITS) if seed is None else seed % 2**64
         others = [seed_of(first, str(index)) >> (64 - SEED_BITS) for index in range(1, num_choices)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from commands import run
-from infer.cli.commands import machine_command
-from infer.cli.commands.machine_command import machine_lines
+from infer.cli.commands import models_command
+from infer.cli.commands.models_command import machine_lines
 from infer.compute.ops import backend_of
 from infer.system import available_memory
 from test_session import make_model
@@ -52,7 +52,7 @@ def test_the_models_of_a_folder_are_forecast(tmp_path: Path, monkeypatch: pytest
 def test_a_machine_without_known_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available_memory, "_meminfo", lambda root, field: None)
     monkeypatch.setattr(available_memory, "_memory", lambda root: iter(()))
-    monkeypatch.setattr(machine_command, "models_at_hand", lambda: iter(()))
+    monkeypatch.setattr(models_command, "models_at_hand", lambda: iter(()))
     lines = run("doctor", "--machine").out.splitlines()
     assert lines[1].startswith("memory     unknown of unknown available")
     assert lines[-1] == "no model is on this machine: infer models says how to get one"

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_model_is_compared_with_itself_under_other_settings(folder: Path, file
     found = run(*asked, "--json").json()
     with LLM(folder) as plain, LLM(folder, kv_type="f32") as other:
         expected = measure_divergence(plain, other, TEXT, CONTEXT)
-    assert found == json.loads(json.dumps(expected.to_json()))
+    assert found == json.loads(json.dumps(asdict(expected)))
     rows = dict(line.split("  ", 1) for line in run(*asked).out.splitlines())
     assert rows["mean KL"].strip() == f"{expected.mean_kl:.3g} nats"
     assert rows["same likeliest"].strip() == f"{100 * expected.same_likeliest:.2f} % of the tokens"

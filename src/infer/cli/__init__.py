@@ -59,10 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], invocation: Invocation) -> int:
     try:
         with infer.make_context("infer", arguments, obj=invocation) as context:
-            infer.invoke(context)
+            return infer.invoke(context) or 0
     except click.exceptions.Exit as done:
         return done.exit_code
-    return invocation.exit_status
 
 
 def _message(error: Exception) -> str:

@@ -17,7 +17,7 @@ from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, is_
 from infer.cli.commands.generate_command import rate_text, trace_lines
 from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
 from infer.cli.streamed_text import shortened
-from infer.cli.terminal import columns_of
+from infer.cli.terminal import columns_of, text_of_rows
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams
@@ -112,14 +112,7 @@ class Table:
     lines: list[str]
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Names and their meanings or values."""
-
-    rows: list[tuple[str, str]]
-
-
-Told = str | Question | Edit | Table | Rows
+Told = str | Question | Edit | Table
 
 
 @dataclass(frozen=True)
@@ -173,9 +166,10 @@ def run_command(session: ChatSession, line: str) -> Told:
     return command.run(session, argument.strip())
 
 
-def _help(session: ChatSession, argument: str) -> Rows:
+def _help(session: ChatSession, argument: str) -> str:
     aliases = [f" (also {', '.join(each.aliases)})" if each.aliases else "" for each in COMMANDS]
-    return Rows([*((each.usage, each.meaning + also) for each, also in zip(COMMANDS, aliases, strict=True)), *KEYS])
+    commands = [(each.usage, each.meaning + also) for each, also in zip(COMMANDS, aliases, strict=True)]
+    return text_of_rows([*commands, *KEYS])
 
 
 def _regenerate(session: ChatSession, argument: str) -> Question:
@@ -213,10 +207,10 @@ def _system(session: ChatSession, argument: str) -> str:
     return "(system message set)" if session.messages[:1] and argument.lower() not in OFF else "(no system message)"
 
 
-def _set(session: ChatSession, argument: str) -> str | Rows:
+def _set(session: ChatSession, argument: str) -> str:
     name, _, text = argument.partition(" ")
     if not name:
-        return Rows([(name, f"{value}") for name, value in params_to_json(session.params).items()])
+        return text_of_rows([(name, f"{value}") for name, value in params_to_json(session.params).items()])
     if not text.strip():
         raise InvalidRequestError(f"/set {name} needs a value, as in /set temperature 0.7")
     session.set_parameter(name, text.strip())

@@ -9,8 +9,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from threading import Thread
@@ -24,7 +24,6 @@ from infer.cli.chat_commands import (
     Edit,
     Leave,
     Question,
-    Rows,
     Table,
     calls_shown,
     completions,
@@ -40,12 +39,12 @@ from infer.cli.model_loading import check_options
 from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden
 from infer.cli.prompts import merge_params, model_defaults
 from infer.cli.streamed_text import MarkdownStyle, WordWrap
-from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, note, note_rows
-from infer.compute.sampling.defaults import neutral_values
+from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note
+from infer.compute.sampling.defaults import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
-from infer.sampling_params import SamplingParams
 
+LOOK_SECONDS = 0.2  # of a wait for input, which a signal that arrives just before it does not end
 PASTE_SECONDS = 0.05  # lines that arrive within this time were pasted, because nobody types so fast
 
 
@@ -68,34 +67,24 @@ def is_terminal() -> bool:
 
 def import_ahead() -> None:
     """Import the packages of the extra `chat` in the background, for a chat at a terminal."""
-    if is_terminal() and has_cursor(sys.stdout):
-        Thread(target=_has_editor, daemon=True).start()
+    Thread(target=_has_editor, daemon=True).start()
 
 
-@contextmanager
-def chat_input(complete: Callable[[str], Iterable[str]]) -> Iterator[ChatInput]:
-    """Open the input of a chat: with an editor at a terminal, if the extra `chat` is installed, else plain lines.
+def chat_input(complete: Callable[[str], Iterable[str]]) -> ChatInput:
+    """Return the input of a chat: an editor at a terminal, if the extra `chat` is installed, else plain lines.
 
     `complete` returns the completions of a line up to the cursor.
     """
-    if is_terminal() and has_cursor(sys.stdout) and _has_editor():
+    if _has_editor():
         from infer.cli.chat_prompt import ChatPrompt
 
-        yield ChatPrompt(complete)
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    os.set_blocking(reader, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield PlainInput(reader)
-    finally:
-        signal.set_wakeup_fd(-1)
-        os.close(reader)
-        os.close(writer)
+        return ChatPrompt(complete)
+    return PlainInput()
 
 
 def _has_editor() -> bool:
+    if not (is_terminal() and has_cursor(sys.stdout)):
+        return False
     try:
         import_module("infer.cli.chat_prompt")
     except ModuleNotFoundError as error:
@@ -107,14 +96,11 @@ def _has_editor() -> bool:
 
 @final
 class PlainInput:
-    """Reads lines from stdin without an editor.
+    """Reads lines from stdin without an editor."""
 
-    A signal that arrives just before a wait for input also ends that wait, because it is written to the pipe `wake`.
-    """
-
-    def __init__(self, wake: int) -> None:
+    def __init__(self) -> None:
         self.is_interactive = is_terminal()
-        self._wake, self._unread, self._is_at_end = wake, b"", False
+        self._unread, self._is_at_end = b"", False
 
     def read(self, begin: str = "") -> str | None:
         is_second = False
@@ -154,7 +140,7 @@ class PlainInput:
         if self.is_interactive:
             click.echo(prompt, nl=False)
         while b"\n" not in self._unread and not self._is_at_end:
-            if self._is_ready(None):
+            if self._is_ready(LOOK_SECONDS):
                 self._take()
         if not self._unread:
             return None
@@ -164,17 +150,15 @@ class PlainInput:
         except UnicodeDecodeError as error:
             raise click.UsageError(f"stdin is not UTF-8: byte {error.start} of a line is invalid") from error
 
-    def _is_ready(self, seconds: float | None) -> bool:
-        """Return True if there is input within the time. After a signal, return False early."""
+    def _is_ready(self, seconds: float) -> bool:
+        """Return True if there is input within the time."""
         if b"\n" in self._unread:
             return True
         try:
-            ready, _, _ = select.select([sys.stdin, self._wake], [], [], seconds)
+            ready, _, _ = select.select([sys.stdin], [], [], seconds)
         except (OSError, ValueError):  # no descriptor: the caller replaced the stream
             return True
-        if self._wake in ready:
-            os.read(self._wake, 4096)
-        return sys.stdin in ready
+        return bool(ready)
 
     def _take(self) -> None:
         """Append the available input to the unread bytes."""
@@ -197,7 +181,7 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
 
     def open_model(name: str) -> Opened:
         own = replace(options, model=name)
-        check_options(own, [SamplingParams.from_mapping({**neutral_values(is_chat=True), **given})])
+        check_options(own, [default_params({}, given, is_chat=True)])
         model = load(own)
         if not model.can_chat or model.architecture.reads_whole_texts:
             model.close()
@@ -214,18 +198,18 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
 
 def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:
     """Run a session from stdin to stdout and return the exit status. Output is styled only if both are terminals."""
-    with chat_input(completions) as typed:
-        if typed.is_interactive and not quiet:
-            note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
-        while (message := typed.read("/result " * bool(session.open_calls()))) is not None:
-            try:
-                _turn(session, message, typed, quiet=quiet, plain=plain)
-            except Leave:
-                break
-            except ContextLengthError as error:
-                note(f"infer: the conversation no longer fits: {error}. /reset begins a new one")
-            except InferError as error:
-                note(f"infer: {error}")
+    typed = chat_input(completions)
+    if typed.is_interactive and not quiet:
+        note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
+    while (message := typed.read("/result " * bool(session.open_calls()))) is not None:
+        try:
+            _turn(session, message, typed, quiet=quiet, plain=plain)
+        except Leave:
+            break
+        except ContextLengthError as error:
+            note(f"infer: the conversation no longer fits: {error}. /reset begins a new one")
+        except InferError as error:
+            note(f"infer: {error}")
     return 0
 
 
@@ -233,20 +217,17 @@ def _turn(session: ChatSession, message: str, typed: ChatInput, *, quiet: bool, 
     asked = _asked(session, message, typed)
     if isinstance(asked, str):
         note(asked)
-    elif isinstance(asked, Rows):
-        note_rows(asked.rows)
     elif isinstance(asked, Table):
-        has_styles = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
-        click.echo("\n".join(asked.lines), err=True, color=has_styles)
+        click.echo("\n".join(asked.lines), err=True, color=has_styles(sys.stderr))
     else:
         note(asked.remark)
-        result = _answer(session, asked, interactive=typed.is_interactive, quiet=quiet, plain=plain)
+        result = _answer(session, asked, interactive=typed.is_interactive, plain=plain)
         note(calls_shown(session))
         if not quiet:
             _tell_end(result, interactive=typed.is_interactive)
 
 
-def _asked(session: ChatSession, message: str, typed: ChatInput) -> str | Question | Rows | Table:
+def _asked(session: ChatSession, message: str, typed: ChatInput) -> str | Question | Table:
     if not message.strip():
         return ""
     if not is_command(message):
@@ -288,11 +269,11 @@ def _tell_end(result: GenerationResult, *, interactive: bool) -> None:
         note(f"{result.generated_tokens} tokens, first token after {1000 * timing.ttft_s:.0f} ms{rate}")
 
 
-def _answer(session: ChatSession, asked: Question, *, interactive: bool, quiet: bool, plain: bool) -> GenerationResult:
-    is_styled = interactive and not plain and has_cursor(sys.stdout) and not os.environ.get("NO_COLOR")
+def _answer(session: ChatSession, asked: Question, *, interactive: bool, plain: bool) -> GenerationResult:
+    is_styled = interactive and not plain and has_styles(sys.stdout)
     wrap = WordWrap(lambda: columns_of(sys.stdout)) if interactive else None
     writer = TextWriter(sys.stdout, wrap, MarkdownStyle() if is_styled else None)
-    sign = PrefillLine(shown=interactive and not quiet, is_chat=True)
+    sign = PrefillLine(shown=interactive, is_chat=True)
 
     def on_text(text: str) -> None:
         if text:

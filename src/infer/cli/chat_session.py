@@ -175,10 +175,6 @@ class ChatSession:
         self.statistics.add(result)
         return result
 
-    def answer(self, text: str, on_text: Callable[[str], None]) -> GenerationResult:
-        """Ask `text` next and return the answer."""
-        return self.ask(self.question(text), on_text)
-
     def last_answer(self) -> LastTurn:
         """Return the last answer. Raises InvalidRequestError if there is none."""
         if self.last is None:

@@ -23,10 +23,6 @@ AT_LEAST_1 = click.IntRange(min=1)
 FILE = click.Path(path_type=Path)
 
 
-def _or_none(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
-    return values or None
-
-
 # fmt: off
 class ModelArgument(Declared):
     """MODEL, another way to give --model."""
@@ -62,8 +58,8 @@ class ConstraintOptions(Declared):
     regex: str | None = option(metavar="PATTERN", help="The answer must match this pattern as a whole.")
     grammar: str | None = option(type=FILE, metavar="FILE", callback=read_named_file,
                                  help="The answer must follow this grammar in Lark's notation.")
-    choice: tuple[str, ...] | None = option(metavar="TEXT", callback=_or_none,
-                                            help="The answer must be one of these. Repeatable, or as --choice yes no.")
+    choice: tuple[str, ...] = option(metavar="TEXT",
+                                     help="The answer must be one of these. Repeatable, or as --choice yes no.")
 
 
 class SamplingOptions(Declared):
@@ -171,8 +167,8 @@ class EmbedOptions(LoadOptions):
     The lines of a .jsonl file are strings, or objects {"text": …, "id": …}.
     """
 
-    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
-    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+    source: Path = argument(metavar="[FILE]", default="-")
+    output: Path | None = option("-o", "--output", metavar="OUT",
                                  help="A .npy file for all vectors, or JSON lines.  [default: JSON lines on stdout]")
     prompt_name: str | None = option(metavar="NAME",
                                      help="Name of a prompt in the model's files, such as query, for each text.")
@@ -186,7 +182,7 @@ class RerankOptions(LoadOptions, RerankerOption):
     """Rank the lines of FILE, or of stdin, by their relevance to a QUERY, with a reranker."""
 
     query: str = argument(metavar="QUERY")
-    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
+    source: Path = argument(metavar="[FILE]", default="-")
     top_n: int | None = option("-n", "--top-n", type=AT_LEAST_1, help="Number of documents to show.  [default: all]")
     instruction: str | None = option(metavar="TEXT", help="The task, in a sentence.  [default: the model's own]")
     truncate: bool = option(help="Cut documents that do not fit the context.")
@@ -199,8 +195,8 @@ class ClassifyOptions(LoadOptions):
     The lines of a .jsonl file are strings, or objects {"text": …, "text_pair": …, "id": …}.
     """
 
-    source: Path = argument(metavar="[FILE]", default="-", type=FILE)
-    output: Path | None = option("-o", "--output", type=FILE, metavar="OUT",
+    source: Path = argument(metavar="[FILE]", default="-")
+    output: Path | None = option("-o", "--output", metavar="OUT",
                                  help="Output: a file of JSON lines.  [default: stdout]")
     truncate: bool = option(help="Cut texts that do not fit the context.")
 
@@ -208,7 +204,7 @@ class ClassifyOptions(LoadOptions):
 class PerplexityOptions(ModelArgument, LoadOptions):
     """The options of a command that lets models predict a text."""
 
-    text: Path = option("-f", "--text", default="-", type=FILE, metavar="FILE", show_default=False,
+    text: Path = option("-f", "--text", default="-", metavar="FILE", show_default=False,
                         help="The text to predict.   [default: stdin]")
     context: int = option(type=click.IntRange(4), default=512, help="Tokens of a window; the second half is predicted.")
     as_json: bool = option("--json", help="Print one JSON object instead of a table.")
@@ -216,7 +212,7 @@ class PerplexityOptions(ModelArgument, LoadOptions):
 
 class CompareOptions(PerplexityOptions):
     reference: str = argument()
-    html: Path | None = option(type=FILE, metavar="FILE",
+    html: Path | None = option(metavar="FILE",
                                help="Also write a page: the divergence over the text, the weights' errors by layer.")
 
 
@@ -228,7 +224,7 @@ class ImatrixOptions(ProgressOptions):
 
     model: str = argument()
     texts: tuple[Path, ...] = argument(metavar="[TEXT]...", type=FILE)
-    output: Path = option("-o", "--output", type=FILE, metavar="OUT", required=True,
+    output: Path = option("-o", "--output", metavar="OUT", required=True,
                           help="Write the matrix to a .gguf file, or to a .dat file in llama.cpp's older format.")
     in_files: tuple[Path, ...] = option("--in-file", type=FILE, metavar="FILE",
                                         help="An earlier importance matrix to add. Repeatable.")
@@ -273,9 +269,9 @@ class BenchOptions(ModelArgument, ModelOption, NumberOptions, CacheOptions, Devi
     repeats: int = option("--repeats", "--trials", type=AT_LEAST_1, default=3, help="Number of measured runs.")
     warmup: int = option(type=click.IntRange(min=0), default=2, help="Number of runs before the measured ones.")
     seed: int = option(type=click.IntRange(min=0, max=2**53), default=42, help="Seed of the prompts and of sampling.")
-    report: Path | None = option(type=FILE, metavar="PATH",
+    report: Path | None = option(metavar="PATH",
                                  help="Also write the figures as JSON, to a file or to a new file in a folder.")
-    compare: Path | None = option(type=FILE, metavar="REPORT", help="Also show ratios to the figures of a report.")
+    compare: Path | None = option(metavar="REPORT", help="Also show ratios to the figures of a report.")
     profile: bool = option(help="Show the time of each operation and layer instead, as a table and bars.")
 
 
@@ -295,7 +291,7 @@ class DoctorOptions(NamedModel, InspectionOptions):
     Exit status: 0 without faults, 1 with faults, 2 or 3 if the files cannot be read.
     """
 
-    html: Path | None = option(type=FILE, metavar="FILE", help="Also write a page with the sizes and values by layer.")
+    html: Path | None = option(metavar="FILE", help="Also write a page with the sizes and values by layer.")
     machine: bool = option(help="Show this machine instead: cores, memory, kernels, extras, and which models fit.")
 
 
@@ -306,7 +302,7 @@ class QuantizeOptions(VerboseOption):
     """
 
     source: str = argument(metavar="MODEL")
-    output: Path = argument(metavar="OUT.gguf", type=FILE)
+    output: Path = argument(metavar="OUT.gguf")
     type: str = option("-t", "--type", default="Q4_K_M", metavar="TYPE",
                        help="F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q4_K_M, Q4_0, IQ4_XS, Q3_K_M, Q2_K and others; "
                             "any other word lists all.")
@@ -315,7 +311,7 @@ class QuantizeOptions(VerboseOption):
     output_tensor_type: str | None = option(metavar="TYPE", help="Type of the output matrix.")
     token_embedding_type: str | None = option(metavar="TYPE", help="Type of the token embedding.")
     pure: bool = option(help="Use one type for all matrices, not the mixture of --type.")
-    imatrix: Path | None = option(type=FILE, metavar="FILE",
+    imatrix: Path | None = option(metavar="FILE",
                                   help="An importance matrix, from infer imatrix or llama.cpp.")
     requantize: bool = option(help="Also quantise tensors that are already quantised: more precision is lost.")
     dry_run: bool = option(help="Show the sizes and types without writing the file.")

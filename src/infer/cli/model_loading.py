@@ -41,7 +41,15 @@ from infer.system.spellings import install_extra
 Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions)
 _MOST_LISTED = 20
 _BENCH_SIZES = ("prompt_tokens", "num_tokens", "context")
-_OF_EXTRA = {"serve": ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn"), "ray": ("ray", "fastapi")}
+MODULES_BY_EXTRA = {
+    "chat": ("prompt_toolkit",),
+    "serve": ("starlette", "httptools", "msgspec", "prometheus_client", "uvicorn"),
+    "hub": ("huggingface_hub",),
+    "opencl": ("pyopencl",),
+    "triton": ("triton",),
+    "ray": ("ray", "fastapi"),
+    "xgrammar": ("xgrammar",),
+}
 _Loading = LoadOptions | ServeOptions | DeployOptions | BenchOptions
 
 
@@ -197,7 +205,7 @@ def _no_model(default: str, reason: str) -> InvalidRequestError:
 
 
 def check_options(options: _Loading, params: Collection[SamplingParams]) -> None:
-    """Raise InvalidRequestError or ModelError for bad options.
+    """Raise InvalidRequestError or ModelError for bad options, and for a schema, pattern or grammar that is wrong.
 
     The model's headers are opened only if an option depends on them.
     """
@@ -209,6 +217,8 @@ def check_options(options: _Loading, params: Collection[SamplingParams]) -> None
         resolve(options.model)
     else:
         _check_headers(options.model, settings, named)
+    for each in params:
+        _check_grammar(each)
 
 
 def check_loading(options: _Loading) -> None:
@@ -246,7 +256,7 @@ def check_suite(context: click.Context) -> None:
 
 def check_constraints(context: click.Context) -> None:
     """Raise UsageError if two constraints are given, with the names under which they were given."""
-    given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if context.params.get(name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if is_given(context, name)]
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} are both given: give one")
 
@@ -257,14 +267,13 @@ def needs_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        for extra, modules in _OF_EXTRA.items():
+        for extra, modules in MODULES_BY_EXTRA.items():
             if error.name in modules:
                 raise InvalidRequestError(f"{error.name} is not installed: {install_extra(extra)}") from error
         raise
 
 
-def check_grammar(params: SamplingParams) -> None:
-    """Raise InvalidRequestError if the text of a schema, pattern or grammar is wrong."""
+def _check_grammar(params: SamplingParams) -> None:
     if all(getattr(params, name) is None for name in CONSTRAINTS):
         return
     from infer.text.grammar.grammar import grammar_of
@@ -300,7 +309,7 @@ def _check_headers(model: str, settings: ModelSettings, named: Collection[tuple[
 
 def load_model(options: LoadOptions) -> "infer.LLM":
     """Return the LLM that the options describe."""
-    with exit_on_signal(), Spinner(f"loading {options.model}", shown=not options.quiet) as spinner:
+    with exit_on_signal(), Spinner(f"loading {options.model}") as spinner:
         return load_quietly(options, spinner.progress)
 
 

@@ -10,10 +10,11 @@ A `TolerantCommand` also accepts the options of other programs under their names
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from inspect import get_annotations
+from itertools import islice
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, dataclass_transform, final, get_args, get_origin
@@ -55,10 +56,9 @@ REPLACED = {  # flags without effect
 
 @dataclass
 class Invocation:
-    """The values that a command passes to `main`."""
+    """The value that a command passes to `main`, even if it fails."""
 
     verbose: bool = False
-    exit_status: int = 0
 
 
 def apply_options(options: Sequence[Callable[[Function], Function]], function: Function) -> Function:
@@ -131,17 +131,16 @@ def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def takes_options(
     kind: type[Options],
-) -> Callable[[Callable[[click.Context, Options], int | None]], Callable[..., None]]:
+) -> Callable[[Callable[[click.Context, Options], int | None]], Callable[..., int]]:
     """Decorate a function that runs a command with an instance of `kind`, and returns the exit status or None."""
 
-    def decorate(run: Callable[[click.Context, Options], int | None]) -> Callable[..., None]:
-        def command(**values: Any) -> None:
+    def decorate(run: Callable[[click.Context, Options], int | None]) -> Callable[..., int]:
+        def command(**values: Any) -> int:
             context = click.get_current_context()
-            invocation = context.ensure_object(Invocation)
-            invocation.verbose = values["verbose"]
+            context.ensure_object(Invocation).verbose = values["verbose"]
             silence(values.get("quiet", False))
             context.call_on_close(partial(silence, False))  # only within this command
-            invocation.exit_status = run(context, make_options(kind, values)) or 0
+            return run(context, make_options(kind, values)) or 0
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         return apply_options(list(decorators_of(kind)), command)
@@ -227,35 +226,30 @@ class TolerantCommand(click.Command):
         return super().parse_args(ctx, list(_spelled(args, known)))
 
 
-def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterable[str]:
+def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterator[str]:
     """Yield the arguments under the names that the command knows.
 
     `--choice A B` becomes `--choice A --choice B`, up to the next option.
     """
-    is_over, may_be_choice, is_first = False, False, False
+    end, may_be_choice = arguments.index("--") if "--" in arguments else len(arguments), False
     is_quiet = "-q" in arguments or "--quiet" in arguments
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if is_over or argument == "--":
-            is_over = True
-            yield argument
-        elif is_first:
-            is_first = False
-            yield argument
-        elif argument.startswith("-") and argument != "-":
-            may_be_choice = name == "--choice" and name in known
-            is_first = may_be_choice and not equals
-            if name not in known and ALIASES.get(name) in known:
-                yield ALIASES[name] + equals + value
-            elif name not in known and name in REPLACED:
-                if not is_quiet:
-                    click.echo(f"infer: {REPLACED[name]}", err=True)
-            else:
-                yield argument
+    words = iter(arguments[:end])
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not word.startswith("-") or word == "-":
+            yield from ("--choice", word) if may_be_choice else (word,)
+            continue
+        may_be_choice = name == "--choice" and name in known
+        if name in known or (name not in REPLACED and ALIASES.get(name) not in known):
+            yield word
+        elif name in REPLACED:
+            if not is_quiet:
+                click.echo(f"infer: {REPLACED[name]}", err=True)
         else:
-            if may_be_choice:
-                yield "--choice"
-            yield argument
+            yield ALIASES[name] + equals + value
+        if may_be_choice and not equals:
+            yield from islice(words, 1)
+    yield from arguments[end:]
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic

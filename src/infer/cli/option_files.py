@@ -61,6 +61,13 @@ def refusing(problem: str) -> Iterator[None]:
         raise InvalidRequestError(f"{problem}: {error.strerror}") from error
 
 
+def check_writable(path: Path, what: str) -> None:
+    """Raise InvalidRequestError, before anything is computed, if no file can be written at a path."""
+    if path.is_dir() or not path.parent.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
+        raise InvalidRequestError(f"{what} cannot be written: {problem}")
+
+
 def _decode(content: bytes, what: str, limit: int) -> str:
     if len(content) > limit:
         raise InvalidRequestError(_too_long(what, limit))

@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO, final
 
 STDOUT = "stdout"
-_STREAMS = ((0, "stdin", os.O_RDONLY), (1, "stdout", os.O_WRONLY), (2, "stderr", os.O_WRONLY))
 Handler = Callable[[int, FrameType | None], None]
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _LOCAL_FLAGS = 3  # index of the local flags in the list that termios returns
@@ -53,9 +52,10 @@ class StandardOutput(io.FileIO):
 
 def prepare_streams() -> None:
     """Give this process three usable streams. A stream that a caller has replaced stays unchanged."""
-    for descriptor, name, flags in _STREAMS:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            _open_nothing(descriptor, name, flags)
+            nowhere = os.open(os.devnull, os.O_RDWR)  # it gets the lowest free descriptor, which is the stream's own
+            setattr(sys, name, open(nowhere, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     sys.stdout = _prepared(sys.stdout, 1)
     sys.stderr = _prepared(sys.stderr, 2)
 
@@ -91,24 +91,12 @@ def end_process(status: int) -> NoReturn:
 
     Helper processes are stopped, and a model's memory is freed without destroying its objects.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
     atexit._run_exitfuncs()
     os._exit(status)
-
-
-def _open_nothing(descriptor: int, name: str, flags: int) -> None:
-    nowhere = os.open(os.devnull, flags)
-    try:
-        os.fstat(descriptor)
-    except OSError:  # still free: a file that is opened later must not take the stream's place
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-        nowhere = descriptor
-    setattr(sys, name, open(nowhere, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _prepared(stream: TextIO, descriptor: int) -> TextIO:

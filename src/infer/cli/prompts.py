@@ -21,14 +21,14 @@ from click.core import ParameterSource
 import infer
 from infer.cli.option_fields import Declared, Function, apply_options, argument, option
 from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_row, read_stdin, read_text
-from infer.compute.sampling.defaults import CHAT_DEFAULTS, NEUTRAL, PRESETS, SamplingDefaults, beside, neutral_values
+from infer.compute.sampling.defaults import CHAT_DEFAULTS, PRESETS, SamplingDefaults, beside, default_params
 from infer.errors import InvalidRequestError
 from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
-from infer.sampling_params import ALIASES, CONSTRAINTS, PARAMETER_NAMES, PARAMETERS, SamplingParams, values_from
+from infer.sampling_params import ALIASES, CONSTRAINTS, FILTER_NAMES, PARAMETERS, SamplingParams, values_from
+from infer.system.status_line import write_notice
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, ids, or messages for the chat template
 HINT_SECONDS = 2.0  # without input, after which a message says that stdin is read
-_FILTERS = tuple(name for name, declared in PARAMETERS.items() if declared.is_filter)
 _PRESET_HELP = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in PRESETS["seed"].items())
 _NOT_HERE = (*CONSTRAINTS, "logprobs", "logprobs_mode")  # options of other groups
 _LENGTHS = ("max_new_tokens", "min_new_tokens")
@@ -55,7 +55,7 @@ class FilePrompt(NamedTuple):
     values: dict[str, Any]
 
 
-def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None, quiet: bool) -> Prompt:
+def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None) -> Prompt:
     """Return the prompt from its argument, option or file, else from stdin or the terminal.
 
     Text from a pipe is appended to a PROMPT after an empty line. With --prompt, stdin is not read, for scripts whose
@@ -71,16 +71,16 @@ def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None, quie
         raise click.UsageError(f"the prompt must be one argument, got {count}: put it in quotes (-m names a model)")
     if options.system is not None and not options.chat:
         raise click.UsageError("--system needs --chat")
-    return "" if prompts_file is not None else _framed(_prompt_text(options, quiet=quiet), options)
+    return "" if prompts_file is not None else _framed(_prompt_text(options), options)
 
 
-def _prompt_text(options: PromptOptions, *, quiet: bool) -> str:
+def _prompt_text(options: PromptOptions) -> str:
     if options.prompt_file is not None:
         return read_text(options.prompt_file, "the prompt file")
     if options.prompt is not None:
-        _warn_of_unread_stdin(quiet=quiet)
+        _warn_of_unread_stdin()
         return options.prompt
-    piped = _piped_text(is_needed=not options.words, quiet=quiet)
+    piped = _piped_text(is_needed=not options.words)
     if options.words:
         return f"{options.words[0]}\n\n{piped}" if piped else options.words[0]
     text = _asked_text() if piped is None else piped
@@ -116,7 +116,7 @@ def _framed(text: str, options: PromptOptions) -> Prompt:
     return [*system, {"role": "user", "content": text}]
 
 
-def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:
+def _piped_text(*, is_needed: bool) -> str | None:
     """Return all of stdin without its last line break, or None for a terminal.
 
     With a prompt, only a pipe or a file is also read: a socket that a parent left open would never end.
@@ -129,8 +129,8 @@ def _piped_text(*, is_needed: bool, quiet: bool) -> str | None:
     mode = os.fstat(descriptor).st_mode
     if not (is_needed or stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return ""
-    if stat.S_ISFIFO(mode) and not quiet and not select.select([descriptor], [], [], HINT_SECONDS)[0]:
-        print("infer: reading the prompt from stdin, a pipe (add < /dev/null to ignore it)", file=sys.stderr)
+    if stat.S_ISFIFO(mode) and not select.select([descriptor], [], [], HINT_SECONDS)[0]:
+        write_notice("infer: reading the prompt from stdin, a pipe (add < /dev/null to ignore it)")
     return read_stdin("the text on stdin", MAX_PROMPT_BYTES).removesuffix("\n").removesuffix("\r")
 
 
@@ -143,14 +143,14 @@ def _asked_text() -> str:
     return line.removesuffix("\n")
 
 
-def _warn_of_unread_stdin(*, quiet: bool) -> None:
+def _warn_of_unread_stdin() -> None:
     """Warn if a pipe has unread text: otherwise it would seem to be read."""
     descriptor = _descriptor()
-    if quiet or descriptor is None or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+    if descriptor is None or not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         return
     (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     if waiting:
-        print('infer: stdin is not read with --prompt; use "… | infer generate TEXT" to read it', file=sys.stderr)
+        write_notice('infer: stdin is not read with --prompt; use "… | infer generate TEXT" to read it')
 
 
 def _descriptor() -> int | None:
@@ -213,7 +213,7 @@ def _default_of(name: str) -> str:
         case "seed":
             return "  [default: random, shown with -v]"
         case "max_new_tokens":
-            return f"  [default: {NEUTRAL[name]}]"
+            return f"  [default: {CHAT_DEFAULTS[name]}]"
         case "min_new_tokens":
             return "  [default: 0]"
     neutral = _OFF_BY_NAME.get(name, getattr(SamplingParams(), name))
@@ -227,7 +227,7 @@ def is_given(context: click.Context, name: str) -> bool:
 
 def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the command line gives, by the names of SamplingParams."""
-    given = {name: options[name] for name in PARAMETER_NAMES if name in options and is_given(context, name)}
+    given = {name: options[name] for name in PARAMETERS if name in options and is_given(context, name)}
     return {**PRESETS.get(options["preset"] or "", {}), **values_from(given)}
 
 
@@ -239,9 +239,8 @@ def merge_params(
     from_model: SamplingDefaults, given: Mapping[str, Any], *, is_chat: bool, quiet: bool
 ) -> SamplingParams:
     """Return the parameters, and print one line on stderr that names the model's own values among them."""
-    kept = beside(from_model, given)
-    params = SamplingParams.from_mapping({**neutral_values(is_chat=is_chat), **kept, **given})
-    skipped = _FILTERS if params.is_greedy else ()
+    params, kept = default_params(from_model, given, is_chat=is_chat), beside(from_model, given)
+    skipped = FILTER_NAMES if params.is_greedy else ()
     sources = {"from the model": from_model.from_files, "from the model's card": from_model.from_card}
     told = [
         f"{source}: {', '.join(f'{name} {value}' for name, value in used.items())}"
@@ -254,7 +253,7 @@ def merge_params(
 
 
 def own_params(
-    asked: Sequence[FilePrompt], given: Mapping[str, Any], neutral: Mapping[str, Any], from_model: Mapping[str, Any]
+    asked: Sequence[FilePrompt], given: Mapping[str, Any], from_model: Mapping[str, Any], *, is_chat: bool
 ) -> list[SamplingParams]:
     """Return the parameters of each prompt. Its own values take precedence over `given`, which all prompts share."""
     own = []
@@ -262,7 +261,7 @@ def own_params(
         constraints = CONSTRAINTS if any(name in CONSTRAINTS for name in each.values) else ()
         named = {name: value for name, value in given.items() if name not in constraints} | dict(each.values)
         try:
-            own.append(SamplingParams.from_mapping({**neutral, **beside(from_model, named), **named}))
+            own.append(default_params(from_model, named, is_chat=is_chat))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{each.where}: {error}") from error
     return own

@@ -5,13 +5,12 @@ from typing import ClassVar, Literal
 
 import click
 
-from infer.cli.command_options import DiskOption, ModelArgument, ModelOption, ServedOptions, VerboseOption
+from infer.cli.command_options import AT_LEAST_1, DiskOption, ModelArgument, ModelOption, ServedOptions, VerboseOption
 from infer.cli.option_fields import Declared, Group, argument, option, settings_field
 from infer.model_settings import ModelSettings
 from infer.serving.server_settings import ServerSettings
 
 _SECONDS = click.FloatRange(min=0.1)
-_COUNT = click.IntRange(min=1)
 MAX_REPLICAS = 64
 ClientName = Literal["claude", "codex", "opencode"]
 
@@ -93,12 +92,12 @@ class ServeOptions(
 
 
 class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions, ServedOptions):
-    replicas: int = option(type=_COUNT, default=1, help="Number of engines, each with the model.")
+    replicas: int = option(type=AT_LEAST_1, default=1, help="Number of engines, each with the model.")
     fronts: int = option(
-        type=_COUNT, default=2,
+        type=AT_LEAST_1, default=2,
         help="Number of processes that only forward requests; while one restarts, the others serve.")
     max_replicas: int | None = option(
-        type=_COUNT,
+        type=AT_LEAST_1,
         help="Largest number of engines; one is added while there are more requests than slots.")
     upscale_seconds: float = option(type=_SECONDS, default=10.0, metavar="SECONDS",
                                     help="Time with too many requests before an engine is added.")

@@ -18,7 +18,6 @@ import infer as package
 from infer.cli import command_options, server_options
 from infer.cli.model_loading import (
     check_constraints,
-    check_grammar,
     check_options,
     check_suite,
     choose_model,
@@ -36,7 +35,7 @@ from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import given_values, is_given, many_prompts, merge_params, model_defaults, one_prompt, own_params
 from infer.cli.server_options import serves_several
 from infer.cli.terminal import Spinner
-from infer.compute.sampling.defaults import neutral_values
+from infer.compute.sampling.defaults import default_params
 from infer.sampling_params import SamplingParams
 
 
@@ -119,17 +118,13 @@ def generate(context: click.Context, options: command_options.GenerateOptions) -
         raise click.UsageError("--logprobs needs --json or --json-lines")
     if options.permalink and (options.prompts_file is not None or options.overflow != "error"):
         raise click.UsageError("--permalink needs one whole prompt: leave out --prompts-file and --overflow")
-    given, neutral = given_values(context, context.params), neutral_values(is_chat=options.chat)
-    params = SamplingParams.from_mapping({**neutral, **given})
-    check_options(options, [params])
-    check_grammar(params)
-    prompt = one_prompt(options, prompts_file=options.prompts_file, quiet=options.quiet)
+    given = given_values(context, context.params)
+    check_options(options, [default_params({}, given, is_chat=options.chat)])
+    prompt = one_prompt(options, prompts_file=options.prompts_file)
     asked = [] if options.prompts_file is None else many_prompts(options.prompts_file, options)
-    own = own_params(asked, given, neutral, {})
+    own = own_params(asked, given, {}, is_chat=options.chat)
     if own:
         check_options(options, own)
-    for each in own:
-        check_grammar(each)
     from infer.cli.commands.generate_command import answer_many, answer_one
 
     model = load_model(options)
@@ -137,7 +132,7 @@ def generate(context: click.Context, options: command_options.GenerateOptions) -
     params = merge_params(defaults, given, is_chat=options.chat, quiet=options.quiet)
     if not asked:
         return answer_one(model, prompt, params, options)
-    own = own_params(asked, given, neutral, defaults)
+    own = own_params(asked, given, defaults, is_chat=options.chat)
     return answer_many(model, [each.prompt for each in asked], own, options)
 
 
@@ -211,9 +206,9 @@ def replay(context: click.Context, options: command_options.ReplayOptions) -> in
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
     body = read_request(link)
     if not is_given(context, "model"):
-        options = replace(options, model=model_of(link, options.model, quiet=options.quiet))
+        options = replace(options, model=model_of(link, options.model))
     check_options(options, [])
-    return run_replay(load_model(options), link, body, quiet=options.quiet)
+    return run_replay(load_model(options), link, body)
 
 
 @_command
@@ -279,10 +274,10 @@ def launch(context: click.Context, options: server_options.LaunchOptions) -> int
 def sample_trace(context: click.Context, options: command_options.TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = given_values(context, context.params)
-    check_options(options, [SamplingParams.from_mapping({**neutral_values(is_chat=options.chat), **given})])
+    check_options(options, [default_params({}, given, is_chat=options.chat)])
     from infer.cli.commands.generate_command import run_trace
 
-    prompt = one_prompt(options, quiet=options.quiet)
+    prompt = one_prompt(options)
     model = load_model(options)
     defaults, quiet = model_defaults(model, context.params), options.quiet or options.as_json
     run_trace(model, prompt, merge_params(defaults, given, is_chat=options.chat, quiet=quiet), options)

@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, Self, TextIO, final, runtime_checkable
+from dataclasses import asdict
+from typing import Self, TextIO, final
 
 import click
 
@@ -21,17 +22,6 @@ _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 _VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
 
-@runtime_checkable
-class TextStream(Protocol):
-    """The methods of stdout that are used here, and that a test's replacement needs."""
-
-    def write(self, text: str, /) -> int: ...
-
-    def flush(self) -> None: ...
-
-    def isatty(self) -> bool: ...
-
-
 @final
 class TextWriter:
     """Writes text as it is generated, and flushes each piece.
@@ -39,7 +29,7 @@ class TextWriter:
     With `wrap`, a word that does not fit moves to the next line completely.
     """
 
-    def __init__(self, stream: TextStream, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
+    def __init__(self, stream: TextIO, wrap: WordWrap | None = None, style: MarkdownStyle | None = None) -> None:
         self._stream = stream
         self._wrap, self._style = wrap, style
         self._is_terminal = stream.isatty()
@@ -68,9 +58,9 @@ class PrefillLine:
     stderr is not a terminal, nothing is shown.
     """
 
-    def __init__(self, *, shown: bool, is_chat: bool = False) -> None:
+    def __init__(self, *, shown: bool = True, is_chat: bool = False) -> None:
         self._num_tokens, self._sign = 0, "…" if is_chat else "prompt"
-        self._is_dim = is_chat and not os.environ.get("NO_COLOR")
+        self._is_dim = is_chat and has_styles(sys.stderr)
         self._line = StatusLine() if shown and has_cursor(sys.stderr) else None
         if is_chat:
             self._show(self._sign)
@@ -102,10 +92,10 @@ class Spinner:
     If stderr is not a terminal, nothing is shown.
     """
 
-    def __init__(self, message: str, *, shown: bool = True) -> None:
+    def __init__(self, message: str) -> None:
         self._message, self._detail = message, ""
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._spin, daemon=True) if shown and has_cursor(sys.stderr) else None
+        self._thread = threading.Thread(target=self._spin, daemon=True) if has_cursor(sys.stderr) else None
 
     def __enter__(self) -> Self:
         if self._thread:
@@ -153,12 +143,18 @@ def print_report(record: object, lines: Iterable[str], *, as_json: bool) -> None
 
 
 def json_text(record: object) -> str:
-    return json.dumps(record, ensure_ascii=False)
+    """Return JSON of plain values, or of a dataclass."""
+    return json.dumps(record, ensure_ascii=False, default=asdict)
 
 
-def has_cursor(stream: TextStream) -> bool:
+def has_cursor(stream: TextIO) -> bool:
     """Return True for a terminal that can overwrite a line."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def has_styles(stream: TextIO) -> bool:
+    """Return True for a terminal that shows styles, unless the user wants none."""
+    return has_cursor(stream) and not os.environ.get("NO_COLOR")
 
 
 def note(text: str) -> None:
@@ -168,12 +164,11 @@ def note(text: str) -> None:
     if sys.stderr.isatty():
         wrap = WordWrap(lambda: columns_of(sys.stderr))
         text = wrap.feed(text) + wrap.finish()
-    is_dim = has_cursor(sys.stderr) and not os.environ.get("NO_COLOR")
-    click.echo(click.style(text, dim=True) if is_dim else text, err=True)
+    click.echo(click.style(text, dim=True) if has_styles(sys.stderr) else text, err=True)
 
 
-def note_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Write rows of two columns to stderr. On a terminal, long values are wrapped within their column."""
+def text_of_rows(rows: Sequence[tuple[str, str]]) -> str:
+    """Return rows of two columns as a note. On a terminal, long values are wrapped within their column."""
     width, columns = max(len(name) for name, _ in rows), columns_of(sys.stderr) if sys.stderr.isatty() else 0
     lines = []
     for name, value in rows:
@@ -181,7 +176,7 @@ def note_rows(rows: Sequence[tuple[str, str]]) -> None:
         is_wrapped = columns >= len(head) + MIN_WIDTH
         wrapped = textwrap.wrap(value, columns - len(head), break_on_hyphens=False) if is_wrapped else [value]
         lines.append(f"\n{'':{len(head)}}".join([head + wrapped[0], *wrapped[1:]]))
-    note("\n".join(lines))
+    return "\n".join(lines)
 
 
 def columns_of(stream: TextIO) -> int:

@@ -80,15 +80,15 @@ def test_a_chat_that_is_loaded_goes_on_where_it_was_saved(llm: LLM, tmp_path: Pa
     params = SamplingParams(**GREEDY_VALUES, logit_bias={66: -float("inf")}, seed=2)
     chat = ChatSession(llm, "model", params, system="be brief")
     for text in ("hello", "forget this"):
-        chat.answer(text, lambda text: None)
+        chat.ask(chat.question(text), lambda text: None)
     run_command(chat, "/undo")
     for name in ("talk", "talk.json"):
         run_command(chat, f"/save {tmp_path / name}")
-    expected = chat.answer("and now", lambda text: None)
+    expected = chat.ask(chat.question("and now"), lambda text: None)
     for name, num_reused in (("talk", expected.reused_tokens), ("talk.json", 0)):
         loaded = ChatSession(llm, "model", SamplingParams())
         run_command(loaded, f"/load {tmp_path / name}")
-        result = loaded.answer("and now", lambda text: None)
+        result = loaded.ask(loaded.question("and now"), lambda text: None)
         assert (result.token_ids, loaded.messages) == (expected.token_ids, chat.messages)
         assert (loaded.params, result.reused_tokens) == (params, num_reused)
     assert expected.reused_tokens > 20

@@ -150,7 +150,7 @@ def test_an_answer_with_tools_is_traced_and_branched_with_its_own_grammar(served
 def test_a_chat_traces_an_answer_that_tools_hold(llm: LLM) -> None:
     chat = ChatSession(llm, "tiny", SamplingParams(seed=3, max_new_tokens=30, temperature=1.5))
     chat.tools = TOOLS[:1]
-    result = chat.answer("weather?", lambda text: None)
+    result = chat.ask(chat.question("weather?"), lambda text: None)
     found = chat.trace(4)
     assert (found.token_id, found.step, found.position) == (result.token_ids[3], 4, result.prompt_tokens + 3)
     assert found == llm.sample_trace(ASKED, chat.last_answer().params, step=4, tools=TOOLS[:1])
@@ -160,8 +160,8 @@ def test_a_chat_traces_an_answer_that_tools_hold(llm: LLM) -> None:
 def test_a_chat_traces_an_answer_with_a_schema_after_its_reasoning(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_new_tokens=30, temperature=1.5, json_schema=FUNCTION["parameters"])
     chat = ChatSession(llm, "tiny", params)
-    chat.answer("weather?", lambda text: None)
-    second = chat.answer("and now?", lambda text: None)
+    chat.ask(chat.question("weather?"), lambda text: None)
+    second = chat.ask(chat.question("and now?"), lambda text: None)
     for step in (1, 2, len(second.token_ids)):
         found = chat.trace(step)
         assert (found.token_id, found.position) == (second.token_ids[step - 1], second.prompt_tokens + step - 1)

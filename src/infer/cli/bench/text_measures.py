@@ -9,9 +9,10 @@ which every token counts. The network runs in float32 on the reference backend, 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -68,9 +69,6 @@ class Perplexity:
     num_windows: int
     context: int
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @final
 @dataclass(frozen=True)
@@ -92,9 +90,6 @@ class Divergence:
     largest_logit_error: float
     kl_by_window: tuple[float, ...]  # means
     kl_by_position: tuple[float, ...]  # means over the windows, of the predicted positions in order
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _Scored(NamedTuple):
@@ -241,9 +236,7 @@ class _SquaresByTensor:
         self._checkpoint, self._found = checkpoint, dict[str, InputSquares]()
         self._inputs, self._squares = torch.empty(0), torch.empty(0)  # the last ones
         self._places = _places(checkpoint)
-        self._num_matrices: dict[str, int] = {}
-        for place in self._places.values():
-            self._num_matrices[place.tensor] = max(self._num_matrices.get(place.tensor, 0), place.matrix + 1)
+        self._num_matrices = Counter(place.tensor for place in self._places.values())
 
     def add(self, name: str, inputs: Float[Tensor, "rows in"]) -> None:
         """Add the inputs of the matrix that has our name. Raises ModelError if they are not finite."""

@@ -14,7 +14,7 @@ import torch
 
 import infer
 from infer.cli.bench.speed import Speed
-from infer.cli.option_files import refusing
+from infer.cli.option_files import check_writable, refusing
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.system.atomic import replacing
@@ -110,9 +110,9 @@ def _commit() -> str | None:
 
 
 def check_report(path: Path | None) -> None:
-    """Raise InvalidRequestError, before anything is measured, if no report can be written there."""
-    if path is not None and not path.is_dir() and not path.parent.is_dir():
-        raise InvalidRequestError(f"the report {path} cannot be written: {path.parent} is not a folder")
+    """Raise InvalidRequestError if no report can be written there."""
+    if path is not None and not path.is_dir():
+        check_writable(path, f"the report {path}")
 
 
 def write_report(path: Path, report: Report) -> Path:

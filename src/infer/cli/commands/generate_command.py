@@ -32,7 +32,7 @@ DROPPED = "×"
 
 def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: GenerateOptions) -> int:
     """Answer one prompt and return the exit status. The text goes to stdout while it is generated."""
-    writer, line = TextWriter(sys.stdout), PrefillLine(shown=not options.quiet)
+    writer, line = TextWriter(sys.stdout), PrefillLine()
     is_text = not (options.as_json or options.as_lines)
     if options.permalink:
         from infer.cli.commands.replay import Permalink, body_of
@@ -71,7 +71,7 @@ def answer_many(
     written with its index when it ends.
     """
     writer, started = TextWriter(sys.stdout), time.perf_counter()
-    spinner = Spinner(f"answering {len(prompts)} prompts", shown=not options.quiet)
+    spinner = Spinner(f"answering {len(prompts)} prompts")
 
     def on_result(index: int, result: GenerationResult) -> None:
         writer.write(f"{json_text({'index': index} | _record(result, options))}\n")
@@ -248,7 +248,7 @@ class Cell:
 
 def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: TraceOptions) -> None:
     """Trace one token, and print the table."""
-    with Spinner(f"step {options.step}", shown=not options.quiet):
+    with Spinner(f"step {options.step}"):
         trace = model.sample_trace(prompt, params, step=options.step, num_candidates=options.num_candidates)
     if options.as_json:
         print_report({"model": options.model} | trace.to_json(), (), as_json=True)

@@ -18,8 +18,8 @@ import click
 import infer
 from infer.cli.bench.text_measures import Divergence, Perplexity, measure_divergence, measure_perplexity
 from infer.cli.command_options import CompareOptions, DoctorOptions, PerplexityOptions
-from infer.cli.commands.machine_command import run_machine
-from infer.cli.option_files import refusing
+from infer.cli.commands.models_command import run_machine
+from infer.cli.option_files import check_writable, refusing
 from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import is_given
 from infer.cli.terminal import Spinner, columns_of_rows, print_report
@@ -48,23 +48,23 @@ _EXPLANATION = (
 
 def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) -> None:
     """Write the perplexity of a text."""
-    with exit_on_signal(), Spinner("predicting", shown=not options.quiet) as spinner:
+    with exit_on_signal(), Spinner("predicting") as spinner:
         measured = measure_perplexity(model, text, options.context, spinner.progress)
     rows = [_perplexity_row("perplexity", measured), _extent_row(measured)]
-    print_report(measured.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
+    print_report(measured, columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: CompareOptions) -> None:
     """Write how far a model's predictions are from those of a reference."""
-    with exit_on_signal(), Spinner("comparing", shown=not options.quiet) as spinner:
+    with exit_on_signal(), Spinner("comparing") as spinner:
         divergence = measure_divergence(reference, model, text, options.context, spinner.progress)
     rows = list(_rows(divergence))
     if options.html is not None:
-        with exit_on_signal(), Spinner("comparing weights", shown=not options.quiet) as spinner:
+        with exit_on_signal(), Spinner("comparing weights") as spinner:
             both = open_checkpoint(options.reference), open_checkpoint(options.model)
             errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
         write_page(options.html, comparison_page((options.model, options.reference), divergence, rows, errors))
-    print_report(divergence.to_json(), columns_of_rows(rows, "<<"), as_json=options.as_json)
+    print_report(divergence, columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
 def reference_options(context: click.Context, options: CompareOptions) -> CompareOptions:
@@ -155,10 +155,9 @@ def labels_of(layers: Iterable[int]) -> list[str]:
 
 
 def check_page(path: Path | None) -> None:
-    """Raise InvalidRequestError, before anything is computed, if a page cannot have this name."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        problem = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
-        raise InvalidRequestError(f"the page {path} cannot be written: {problem}")
+    """Raise InvalidRequestError if a page cannot have this name."""
+    if path is not None:
+        check_writable(path, f"the page {path}")
 
 
 def write_page(path: Path, content: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infer.cli.bench.text_measures import collect_importance
 from infer.cli.command_options import ImatrixOptions, QuantizeOptions
-from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, refusing
+from infer.cli.option_files import MAX_PROMPTS_BYTES, check_writable, read_text, refusing
 from infer.cli.process_streams import exit_on_signal, keeping_garbage
 from infer.cli.terminal import Spinner, columns_of_rows, note, print_report
 from infer.compute.quantization.file_types import FILE_TYPES
@@ -113,7 +113,7 @@ def _write(
     threads: int,
 ) -> None:
     try:
-        with Spinner("quantising", shown=not options.quiet) as spinner:
+        with Spinner("quantising") as spinner:
             write_quantised(options.output, model, request, types, threads, spinner.progress)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise InvalidRequestError(f"the output {options.output} cannot be written: {error.strerror}") from error
@@ -145,8 +145,7 @@ def run_imatrix(options: ImatrixOptions) -> None:
         raise InvalidRequestError("no texts are given: name files after the model, or - for stdin")
     if options.output.exists() and not options.force:
         raise InvalidRequestError(f"{options.output} exists: name another file with -o, or give --force to replace it")
-    if not options.output.parent.is_dir():
-        raise InvalidRequestError(f"{options.output} cannot be written: {options.output.parent} is not a folder")
+    check_writable(options.output, f"{options.output}")
     with exit_on_signal():
         matrices = [open_importance_matrix(path) for path in options.in_files]
         if options.texts:
@@ -159,7 +158,7 @@ def run_imatrix(options: ImatrixOptions) -> None:
 
 
 def _collect(options: ImatrixOptions) -> ImportanceMatrix:
-    with keeping_garbage(), Spinner("collecting", shown=not options.quiet) as spinner:
+    with keeping_garbage(), Spinner("collecting") as spinner:
         return collect_importance(
             options.model,
             _texts(options),

@@ -24,6 +24,7 @@ from infer.cli.process_streams import cancel_on_signal
 from infer.cli.prompts import Prompt
 from infer.cli.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
+from infer.engine.requests.prompt_encoding import is_conversation
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
 from infer.outputs import GenerationResult
@@ -33,6 +34,7 @@ from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text, complete_chat
+from infer.system.status_line import write_notice
 
 Route = Literal["/v1/chat/completions", "/v1/completions"]
 VERSION = 1
@@ -99,9 +101,9 @@ def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any
     Numbers are always included, because another server's model may have other defaults. Values that are off are left
     out. Raises InvalidRequestError for parameters that no route accepts.
     """
-    is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
     body: dict[str, Any] = {"model": Path(model).name if Path(model).exists() else model}
-    body |= {"messages" if is_chat else "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    field = "messages" if is_conversation(prompt) else "prompt"
+    body[field] = prompt if isinstance(prompt, str) else list(prompt)
     for name, declared in PARAMETERS.items():
         if declared.bodies or declared.body_name:
             value = getattr(params, name)
@@ -162,7 +164,7 @@ def _naming_the_body() -> Iterator[None]:
         raise InvalidRequestError(f"the permalink's body: {error}") from error
 
 
-def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
+def model_of(link: Permalink, otherwise: str) -> str:
     """Return the link's own model if it is on this machine, else `otherwise`.
 
     A link never starts a download and never opens any other file.
@@ -170,18 +172,16 @@ def model_of(link: Permalink, otherwise: str, *, quiet: bool) -> str:
     name = link.body.get("model", otherwise)
     if any(model.name == name for model in models_at_hand()):
         return str(name)
-    if not quiet:
-        print(
-            f"the permalink's model {name!r:.80} is not on this machine: {otherwise} answers (-m names another model)",
-            file=sys.stderr,
-        )
+    write_notice(
+        f"the permalink's model {name!r:.80} is not on this machine: {otherwise} answers (-m names another model)"
+    )
     return otherwise
 
 
-def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBody, *, quiet: bool) -> int:
+def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBody) -> int:
     """Generate the answer again, and return the exit status: 0 if it is the same."""
     asked = _asked(llm, body)
-    writer, line = TextWriter(sys.stdout), PrefillLine(shown=not quiet)
+    writer, line = TextWriter(sys.stdout), PrefillLine()
 
     def on_token(token_id: int, text: str) -> None:
         line.close()
@@ -201,8 +201,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
         return cancellation.exit_status
     has_same_model = link.fingerprint in (None, llm.system_fingerprint)
     has_same_text = has_same_model if link.sha256 is None else link.sha256 == sha256_of(result.text)
-    if not quiet:
-        print("\n".join(_verdict(llm, link, asked, has_same_text=has_same_text)), file=sys.stderr)
+    write_notice("\n".join(_verdict(llm, link, asked, has_same_text=has_same_text)))
     return 0 if has_same_text else DIFFERENT
 
 

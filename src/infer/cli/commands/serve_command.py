@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -90,10 +90,18 @@ def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) ->
 
     Each replica gets its share of the threads, unless their number is given.
     """
-    command = [sys.executable, "-m", "infer", *sys.argv[1:], "--model", model, "--port", str(port)]
+    options = ["--model", model]
     if num_replicas > 1 and not has_threads:
-        command += ["--threads", str(max(1, default_num_threads() // num_replicas))]
-    return [[*command, "--listen-fd"]] * num_replicas
+        options += ["--threads", str(max(1, default_num_threads() // num_replicas))]
+    return [_command(port, *options)] * num_replicas
+
+
+def _command(port: int, *options: str) -> list[str]:
+    """Return the command of a process with a model: that of this process, with further options.
+
+    The number of the descriptor of its socket is appended.
+    """
+    return [sys.executable, "-m", "infer", *sys.argv[1:], *options, "--port", str(port), "--listen-fd"]
 
 
 def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
@@ -195,7 +203,7 @@ def run_models(options: ServeOptions) -> int:
     port = listener.getsockname()[1]
     work = ShelfWork(
         partial(_plan, options, share),
-        partial(_command, options, port),
+        lambda source, plan: _command(port, *plan.options, "--model", source.path, "--served-as", source.name),
         partial(_find_models, options),
         lambda source: file_versions(source.path),
     )
@@ -279,12 +287,6 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
     by_options = {"embed": options.server.allow_embeddings, "rerank": options.settings.reranker != "auto"}
     more = (name for name, is_true in by_options.items() if is_true and name not in found.takes)
     return ModelPlan(found.num_bytes, kept, [*found.takes, *more], found.context)
-
-
-def _command(options: ServeOptions, port: int, source: ModelSource, plan: ModelPlan) -> Sequence[str]:
-    """Return the command of a model's process: the command of this process, with the model last."""
-    command = [sys.executable, "-m", "infer", *sys.argv[1:], *plan.options, "--port", str(port)]
-    return [*command, "--model", source.path, "--served-as", source.name, "--listen-fd"]
 
 
 def run_deploy(options: DeployOptions) -> int:

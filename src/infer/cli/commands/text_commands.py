@@ -38,11 +38,10 @@ Load = Callable[[], Any]  # returns the `LLM` that the options describe
 class Progress:
     """A bar with the rate and the remaining time if stderr is a terminal, else an occasional line."""
 
-    def __init__(self, total: int, *, shown: bool) -> None:
+    def __init__(self, total: int) -> None:
         self.num_done, self.num_failed, self._total = 0, 0, total
         self._started = self._shown_at = time.monotonic()
-        self._is_bar = shown and has_cursor(sys.stderr)
-        self._line, self._is_shown = StatusLine(), shown
+        self._line, self._is_bar = StatusLine(), has_cursor(sys.stderr)
         self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
 
     def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -54,13 +53,13 @@ class Progress:
         self.num_done += 1
         self.num_failed += has_failed
         now = time.monotonic()
-        if self._is_shown and now - self._shown_at >= self._seconds:
+        if now - self._shown_at >= self._seconds:
             self._shown_at = now
+            told = f"{self.num_done} of {self._total} rows, {self._pace(now)}"
             if self._is_bar:
-                picture = f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}}"
-                self._line.show(f"{picture} {self.num_done} of {self._total} rows, {self._pace(now)}")
+                self._line.show(f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {told}")
             else:
-                write_notice(f"{self.num_done} of {self._total} rows, {self._pace(now)}")
+                write_notice(told)
 
     def close(self) -> None:
         self._line.close()
@@ -84,7 +83,7 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
     with OutputFile(options.output, options.model, retry_errors=options.retry_errors) as output:
         _check_seed(source, output, settings)
         todo = ids - output.finished
-        num_failed, progress = output.num_failed, Progress(len(todo), shown=not quiet)
+        num_failed, progress = output.num_failed, Progress(len(todo))
         if output.finished and not quiet:
             note(f"{len(ids & output.finished)} of {len(ids)} rows are already answered")
 
@@ -176,7 +175,7 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
     host, found = model._opened, list[torch.Tensor]()
     if not (options.quiet or host.facts.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")
-    with exit_on_signal(), Spinner("embedding", shown=not options.quiet) as spinner:
+    with exit_on_signal(), Spinner("embedding") as spinner:
         task = embed(host, [each.text for each in texts], asked)
         ids = task.prepare(lambda: None)
         for start in range(0, len(texts), _TEXTS_PER_CALL):
@@ -218,7 +217,7 @@ def _opened(path: Path, mode: str) -> Any:
 def run_rerank(model: "infer.LLM", texts: list[GivenText], options: RerankOptions) -> None:
     """Write the documents by their relevance, each with its score and its place, or as JSON lines."""
     documents, writer = [each.text for each in texts], TextWriter(sys.stdout)
-    with exit_on_signal(), Spinner("ranking", shown=not options.quiet), noting_cuts(options.quiet):
+    with exit_on_signal(), Spinner("ranking"), noting_cuts(options.quiet):
         found = model.rerank(options.query, documents, options.top_n, options.instruction, truncate=options.truncate)
     for each in found:
         own = {} if (row_id := texts[each.index].id) is None else {"id": row_id}
@@ -240,6 +239,6 @@ def noting_cuts(is_quiet: bool) -> Iterator[None]:
 def run_classify(model: "infer.LLM", texts: list[GivenText], options: ClassifyOptions) -> None:
     """Write one JSON line per text: its labels, the most probable first, and their probabilities."""
     given = [each.text if each.text_pair is None else (each.text, each.text_pair) for each in texts]
-    with exit_on_signal(), Spinner("classifying", shown=not options.quiet), noting_cuts(options.quiet):
+    with exit_on_signal(), Spinner("classifying"), noting_cuts(options.quiet):
         found = model.classify(given, truncate=options.truncate)
     write_lines(texts, (each.to_json() for each in found), options.output)

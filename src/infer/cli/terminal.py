@@ -137,6 +137,14 @@ def columns_of_rows(rows: Sequence[Sequence[str]], alignments: str) -> Iterator[
         yield "  ".join(cells).rstrip()
 
 
+def megabytes(num_bytes: int, decimals: int = 1) -> str:
+    return f"{num_bytes / 1e6:,.{decimals}f} MB"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def print_report(record: object, lines: Iterable[str], *, as_json: bool) -> None:
     """Print a record as one line of JSON, or the lines."""
     TextWriter(sys.stdout).write("".join(f"{line}\n" for line in ([json_text(record)] if as_json else lines)))

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from infer.cli.command_options import EstimateOptions, ExplainOptions
-from infer.cli.terminal import columns_of_rows, print_report
+from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
@@ -61,7 +61,7 @@ def run_explain(options: ExplainOptions) -> None:
 
 def lines(found: Explanation) -> Iterator[str]:
     network, tokenizer = found.architecture, found.tokenizer
-    count = f"{found.num_parameters / 1e6:,.1f} M values in {found.file_bytes / 1e6:,.1f} MB of {found.file_format}"
+    count = f"{found.num_parameters / 1e6:,.1f} M values in {megabytes(found.file_bytes)} of {found.file_format}"
     num_layers, uses = sum(len(group.layers) for group in found.layer_groups), " and ".join(found.uses)
     rows = [
         ("model", f"{found.name}: {network['family']}, {count}"),
@@ -75,7 +75,7 @@ def lines(found: Explanation) -> Iterator[str]:
         *([("use", f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses)] if uses else []),
         *([] if found.is_encoder else _answers(found)),
         *((each.type, _stored(each)) for each in found.weights),
-        ("in memory", f"{found.weight_bytes / 1e6:,.1f} MB of weights{_experts(found)}"),
+        ("in memory", f"{megabytes(found.weight_bytes)} of weights{_experts(found)}"),
         *([("on OpenCL", f"{', '.join(found.f16_on_opencl)} as F16")] if found.f16_on_opencl else []),
         *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
@@ -112,9 +112,9 @@ def _network(network: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stored(weights: StoredWeights) -> str:
-    tensors = f"{weights.num_tensors} tensor{'' if weights.num_tensors == 1 else 's'}"
     method = f" as {weights.method}" if weights.method else ""
-    return f"{tensors}, {weights.num_values / 1e6:,.1f} M values, {weights.num_bytes / 1e6:,.1f} MB{method}"
+    values = f"{weights.num_values / 1e6:,.1f} M values"
+    return f"{counted(weights.num_tensors, 'tensor')}, {values}, {megabytes(weights.num_bytes)}{method}"
 
 
 def _group(group: LayerGroup) -> tuple[str, str]:
@@ -165,12 +165,12 @@ def _cache(found: Explanation) -> Iterator[str]:
     for size in found.cache:
         whole, beyond = size.bytes_per_1000_tokens, size.bytes_per_1000_tokens_beyond_windows
         beyond_text = "" if whole == beyond else f" ({beyond / 1e6:,.1f} beyond the windows)"
-        yield f"{size.kv_type} {whole / 1e6:,.1f} MB{beyond_text}"
+        yield f"{size.kv_type} {megabytes(whole)}{beyond_text}"
 
 
 def _state(num_bytes: int) -> str:
     whole = ROW_STATES * num_bytes
-    return f"{whole / 1e6:,.1f} MB for a sequence, and {num_bytes / 1e6:,.1f} MB where another may go on from"
+    return f"{megabytes(whole)} for a sequence, and {megabytes(num_bytes)} where another may go on from"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -246,7 +246,7 @@ def _free_on_gpu() -> int | None:
 
 
 def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    rows = f"{report['batch']} row{'' if report['batch'] == 1 else 's'}"
+    rows = counted(report["batch"], "row")
     pool = "" if report["pool_pages"] is None else f" in {report['pool_pages']:,} pages"
     remarks = {
         "weights": f"as packed ({', '.join(report['weight_types'])}), with the tables of rotation",
@@ -255,7 +255,7 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
         "process": "Python, torch and the vocabulary",
     }
     if report["experts_memory"] is not None:
-        remarks["weights"] += f", experts in {report['experts_memory'] / 1e6:,.1f} MB at most"
+        remarks["weights"] += f", experts in {megabytes(report['experts_memory'])} at most"
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["draft_bytes"]:

@@ -20,7 +20,7 @@ from infer.cli.command_options import GenerateOptions, TraceOptions
 from infer.cli.process_streams import cancel_on_signal
 from infer.cli.prompts import Prompt
 from infer.cli.streamed_text import display_width, shortened
-from infer.cli.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows, json_text, print_report
+from infer.cli.terminal import PrefillLine, Spinner, TextWriter, columns_of_rows, counted, json_text, print_report
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, GenerationStats, GenerationTiming, SampleTrace, TraceCandidate, percentile
 from infer.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
@@ -176,12 +176,12 @@ def stats_lines(results: Sequence[GenerationResult], params: SamplingParams, opt
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
         ("prompt", _prompt(results, stats)),
-        ("answer", _counted(count, "token")),
+        ("answer", counted(count, "token")),
         ("multi-steps", _multi_steps(stats)),
         ("single steps", f"{stats.single_steps}"),
         ("drafts", _drafts(stats)),
         ("masks", f"{stats.masks_filled} filled" if stats.masks_filled else "none"),
-        ("forced", _counted(stats.tokens_forced, "token") + " not sampled" if stats.tokens_forced else "none"),
+        ("forced", counted(stats.tokens_forced, "token") + " not sampled" if stats.tokens_forced else "none"),
         *_times(results),
     ]
     return columns_of_rows(rows, "<<")
@@ -213,8 +213,8 @@ def _percentiles(seconds: Sequence[float]) -> str:
 def _prompt(results: Sequence[GenerationResult], stats: GenerationStats) -> str:
     """Return the figures of the prompts. The step that gives the first token also reads the end of the prompt."""
     count, reused = (sum(values) for values in zip(*((x.prompt_tokens, x.reused_tokens) for x in results), strict=True))
-    steps = _counted(stats.prefill_steps + len(results), "step")
-    return f"{_counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")
+    steps = counted(stats.prefill_steps + len(results), "step")
+    return f"{counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")
 
 
 def _multi_steps(stats: GenerationStats) -> str:
@@ -229,10 +229,6 @@ def _drafts(stats: GenerationStats) -> str:
         return "none"
     share = stats.drafts_accepted / stats.drafts_proposed
     return f"{stats.drafts_proposed} proposed, {stats.drafts_accepted} accepted ({share:.0%})"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 @dataclass(frozen=True)

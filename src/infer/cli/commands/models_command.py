@@ -19,7 +19,7 @@ import infer
 from infer.cli.command_options import CompileOptions, DoctorOptions, ListOptions, PullOptions, RemovalOptions
 from infer.cli.model_loading import MODULES_BY_EXTRA, ModelOffer, offer_at_hand
 from infer.cli.process_streams import exit_on_signal
-from infer.cli.terminal import Spinner, columns_of_rows, print_report
+from infer.cli.terminal import Spinner, columns_of_rows, megabytes, print_report
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError, InvalidRequestError
 from infer.files import open_checkpoint
@@ -75,7 +75,7 @@ def _row(each: ModelAtHand) -> tuple[str, str, str, str, str, str]:
     if each.problem is not None:
         return each.name, "", "", "", "", f"{each.source}, cannot be loaded: {each.problem}"
     context = "" if each.context is None else f"{each.context:,}"
-    return each.name, f"{each.num_bytes / 1e6:,.0f} MB", each.weights or "", context, each.family or "", each.source
+    return each.name, megabytes(each.num_bytes, 0), each.weights or "", context, each.family or "", each.source
 
 
 def run_pull(options: PullOptions) -> None:
@@ -84,7 +84,7 @@ def run_pull(options: PullOptions) -> None:
 
 def run_rm(options: RemovalOptions) -> None:
     name = _hub_name(options.model)
-    click.echo(f"{name} is removed: {remove_cached(name) / 1e6:,.0f} MB are free", err=True)
+    click.echo(f"{name} is removed: {megabytes(remove_cached(name), 0)} are free", err=True)
 
 
 def _hub_name(model: str) -> HubName:

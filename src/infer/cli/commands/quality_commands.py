@@ -22,7 +22,7 @@ from infer.cli.commands.models_command import run_machine
 from infer.cli.option_files import check_writable, refusing
 from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import is_given
-from infer.cli.terminal import Spinner, columns_of_rows, print_report
+from infer.cli.terminal import Spinner, columns_of_rows, megabytes, print_report
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
@@ -229,7 +229,7 @@ def doctor_page(diagnosis: Diagnosis) -> str:
     name = Path(diagnosis.path).name
     tiles = [
         ("parameters", f"{num_values:,}"),
-        ("size", _megabytes(num_bytes)),
+        ("size", megabytes(num_bytes)),
         ("bits per weight", f"{8 * num_bytes / max(num_values, 1):.2f}"),
         ("tensors", f"{diagnosis.num_tensors:,}"),
         ("tokens", f"{diagnosis.num_tokens:,}"),
@@ -241,7 +241,7 @@ def doctor_page(diagnosis: Diagnosis) -> str:
     bad = {each.requantise or each.place.partition(" ")[0] for each in diagnosis.findings}
     rows = [_kind_row(kind, by_layer, bad) for kind, by_layer in layers.items()]
     others = [each for each in matrices if not each.name.startswith("model.layers.")]
-    tiles = [(each.info.name, f"{each.info.type}, {_megabytes(each.info.file_bytes)}") for each in others]
+    tiles = [(each.info.name, f"{each.info.type}, {megabytes(each.info.file_bytes)}") for each in others]
     if layers:
         sections.append(section("Size by layer", "", tall_chart(_sizes(list(layers.values())))))
     sections += _matrices("Kinds of matrices", _EXPLANATION, rows, tiles)
@@ -271,8 +271,4 @@ def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]
         Bars("root mean square", rms, labels, marked),
         Bars("largest value / root mean square", peaks, labels, marked),
     ]
-    return ChartRow(kind, f"{types}, {_megabytes(sum(sizes))}", charts)
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+    return ChartRow(kind, f"{types}, {megabytes(sum(sizes))}", charts)

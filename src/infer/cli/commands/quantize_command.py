@@ -11,7 +11,7 @@ from infer.cli.bench.text_measures import collect_importance
 from infer.cli.command_options import ImatrixOptions, QuantizeOptions
 from infer.cli.option_files import MAX_PROMPTS_BYTES, check_writable, read_text, refusing
 from infer.cli.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.terminal import Spinner, columns_of_rows, note, print_report
+from infer.cli.terminal import Spinner, columns_of_rows, megabytes, note, print_report
 from infer.compute.quantization.file_types import FILE_TYPES
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import QUANTISED_TYPES
@@ -133,7 +133,7 @@ def _rows(model: QuantisableModel, types: Mapping[str, str]) -> Iterator[tuple[s
             for tensor in model.tensors
         )
         kinds = ", ".join(f"{number} {type}" for type, number in Counter(chosen.values()).most_common())
-        yield label, f"{size / 1e6:,.1f} MB", f"{8 * size / max(count, 1):.2f} bits per weight", kinds
+        yield label, megabytes(size), f"{8 * size / max(count, 1):.2f} bits per weight", kinds
 
 
 def run_imatrix(options: ImatrixOptions) -> None:

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 from infer.cli.option_files import refusing
 from infer.cli.process_streams import Terminated, handling
 from infer.cli.server_options import ClientName, LaunchOptions, RunningServerOptions, ServerAddress, StopOptions
-from infer.cli.terminal import Spinner, columns_of_rows, json_text, note, print_report
+from infer.cli.terminal import Spinner, columns_of_rows, json_text, megabytes, note, print_report
 from infer.errors import InferError, InvalidRequestError
 from infer.system.spellings import plain_name
 
@@ -237,7 +237,7 @@ def _row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     status = model.get("status", {"value": "loaded"})  # a server of one model gives no status
     share = f" {100 * status['progress']:.0f} %" if "progress" in status else ""
     told = f"{status['value']}{share}{', pinned' if model.get('is_pinned') else ''}"
-    memory = f"{model['memory_bytes'] / 1e6:,.0f} MB" if "memory_bytes" in model else ""
+    memory = megabytes(model["memory_bytes"], 0) if "memory_bytes" in model else ""
     context = f"{model['max_model_len']:,}" if "max_model_len" in model else ""
     takes = ", ".join(model.get("takes", ())) if "error" not in status else status["error"]
     return model["id"], told, memory, context, takes

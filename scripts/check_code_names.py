@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from code_names import FOLDERS, PYTHON_FOLDERS, CodeNames, read_names, variables_of
-from syntax import docstrings, nodes_of
+from syntax import docstrings
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/dev/*.md", "docs/explanation/*.md")
@@ -141,9 +141,8 @@ def faults_of_page(text: str, names: CodeNames) -> Iterator[Fault]:
 
 def faults_of_module(text: str, names: CodeNames) -> Iterator[Fault]:
     """Yield the wrong names of a module's docstrings and comments."""
-    nodes = nodes_of(text)
-    variables = variables_of(nodes)
-    texts = [(node.lineno, str(node.value)) for node in docstrings(nodes)]
+    variables = variables_of(text)
+    texts = [(node.lineno, str(node.value)) for node in docstrings(text)]
     for line, found in [*texts, *_comments(text)]:
         for fault in faults_of_text(found, names, variables):
             yield fault._replace(line=line + fault.line - 1)
@@ -181,10 +180,9 @@ def faults_of(path: Path, names: CodeNames) -> list[Fault]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    options = parser.parse_args()
     names = read_names(ROOT)
     wrong = 0
-    for path in options.files or files(ROOT):
+    for path in parser.parse_args().files or files(ROOT):
         for line, name, why in faults_of(path, names):
             print(f"{path.resolve().relative_to(ROOT)}:{line}: `{name}`: {why}")
             wrong += 1

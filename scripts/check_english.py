@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from syntax import DEFINITIONS, nodes_of
+from syntax import DEFINITIONS, nodes_of_types
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "benchmarks", "scripts", "tests", "examples")
@@ -31,9 +31,7 @@ _END = re.compile(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*[-*] ")
 
 def docstring_faults(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the first words of each docstring that begins badly."""
-    for node in nodes_of(text):
-        if not isinstance(node, (ast.Module, *DEFINITIONS)):
-            continue
+    for node in nodes_of_types(text, ast.Module, *DEFINITIONS):
         words = (ast.get_docstring(node) or "").split()
         bad = BAD_BEGINNINGS | NO_VERB if _is_action(node) else BAD_BEGINNINGS
         if words and words[0].lower().strip(",:;.") in bad:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from syntax import DEFINITIONS, docstrings, module_of, nodes_below, nodes_of
+from syntax import DEFINITIONS, docstrings, module_of, nodes_below, nodes_of_types
 
 PYTHON_FOLDERS = ("src", "tests", "scripts", "benchmarks", "examples")
 FOLDERS = (*PYTHON_FOLDERS, ".ci", ".github", "deploy", "docs")
@@ -87,17 +87,17 @@ def module_name(path: Path) -> str:
 
 
 def _add_module(names: CodeNames, path: Path, text: str) -> None:
-    name, nodes = module_name(path), nodes_of(text)
+    name = module_name(path)
     defined = names.modules[name] = set(_bound_names(module_of(text).body))
     names.modules_by_end[name.rpartition(".")[2]].append(name)
-    documented = {id(text) for text in docstrings(nodes)}
-    for node in (node for node in nodes if isinstance(node, _NAMED)):
+    documented = {id(node) for node in docstrings(text)}
+    for node in nodes_of_types(text, *_NAMED):
         if isinstance(node, ast.ClassDef):
             _add_class(names, node)
         match node:
-            case ast.Constant(value=str(text)) if id(node) not in documented:
-                names.dotted.update(_DOTTED.findall(text))
-                code = (word for word in _WORD.findall(text) if word == text or not word.islower() or "_" in word)
+            case ast.Constant(value=str(said)) if id(node) not in documented:
+                names.dotted.update(_DOTTED.findall(said))
+                code = (word for word in _WORD.findall(said) if word == said or not word.islower() or "_" in word)
                 names.words.update(code)
             case ast.arg(arg=name) | ast.Attribute(attr=name) | ast.Name(id=name) | ast.keyword(arg=str(name)):
                 names.words.add(name)
@@ -106,7 +106,7 @@ def _add_module(names: CodeNames, path: Path, text: str) -> None:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 defined.add(name)
     names.words |= defined
-    names.variables |= variables_of(nodes)
+    names.variables |= variables_of(text)
 
 
 def _add_class(names: CodeNames, node: ast.ClassDef) -> None:
@@ -137,7 +137,7 @@ def _is_stored(node: ast.Name | ast.Attribute) -> bool:
     return isinstance(node.ctx, ast.Store)
 
 
-def variables_of(nodes: Sequence[ast.AST]) -> set[str]:
+def variables_of(text: str) -> set[str]:
     """Return the names of all arguments and variables of a module."""
-    found = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return found | {node.id for node in nodes if isinstance(node, ast.Name) and _is_stored(node)}
+    arguments = {node.arg for node in nodes_of_types(text, ast.arg)}
+    return arguments | {node.id for node in nodes_of_types(text, ast.Name) if _is_stored(node)}

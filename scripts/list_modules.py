@@ -7,7 +7,6 @@ The order is that of the layers in pyproject.toml, from above, then by name. A m
 line that says what the module has.
 """
 
-import argparse
 import ast
 import re
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from syntax import module_of
+from written_page import write_or_check
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "infer"
@@ -81,20 +81,11 @@ def _lines_of(folder: Path, package: Path, layers: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not up to date")
-    options = parser.parse_args()
     try:
-        page = page_of(PACKAGE, layers_of(ROOT / "pyproject.toml"))
+        return write_or_check(__doc__, PAGE, page_of(PACKAGE, layers_of(ROOT / "pyproject.toml")))
     except MissingLineError as error:
         print(error)
         return 1
-    if not options.check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif page != PAGE.read_text(encoding="utf-8"):
-        print(f"{PAGE.name} is not up to date: run python scripts/{Path(__file__).name}")
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python scripts/list_reports.py            write the page
 python scripts/list_reports.py --check    fail if a row breaks a rule, or if the page is not up to date
 """
 
-import argparse
 import re
 import sys
 import tomllib
@@ -12,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from written_page import write_or_check
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "tests" / "data" / "field-reports.toml"
@@ -82,18 +83,10 @@ def _line_of(report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not up to date")
-    options = parser.parse_args()
     reports = tomllib.loads(FILE.read_text(encoding="utf-8"))["report"]
     faults = [fault for report in reports for fault in faults_of(report)]
-    page = page_of(reports)
-    if not options.check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif page != PAGE.read_text(encoding="utf-8"):
-        faults.append(f"{PAGE.name} is not up to date: run python scripts/{Path(__file__).name}")
     print("\n".join(faults) or f"{len(reports)} reports")
-    return int(bool(faults))
+    return max(len(faults) > 0, write_or_check(__doc__, PAGE, page_of(reports)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from plant_faults import ROOT, read_faults
+from syntax import nodes_of_types
 
 faults = cache(read_faults)
 
@@ -59,16 +60,16 @@ def tests() -> list[str]:
 @cache
 def reached(test: str) -> frozenset[str]:
     """Return the modules that a test file imports, with those that its helpers import."""
-    found = set(imported_names(ast.parse(text_of(test))))
+    found = set(imported_names(text_of(test)))
     for helper in [f"tests/helpers/{name}.py" for name in found]:
         if (ROOT / helper).is_file():
             found |= reached(helper)
     return frozenset(found)
 
 
-def imported_names(tree: ast.Module) -> Iterator[str]:
+def imported_names(text: str) -> Iterator[str]:
     """Yield the modules that a file imports anywhere, and `module.name` for each name that it takes from one."""
-    for node in ast.walk(tree):
+    for node in nodes_of_types(text, ast.Import, ast.ImportFrom):
         match node:
             case ast.Import(names):
                 yield from (alias.name for alias in names)

@@ -1,8 +1,9 @@
 """Syntax trees of files, each read once for all checks of a process."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -11,6 +12,12 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def nodes_of(text: str) -> list[ast.AST]:
     """Return the nodes of a file's syntax tree, the module first, in the order of `ast.walk`."""
     return nodes_below(ast.parse(text))
+
+
+@cache
+def nodes_of_types(text: str, *types: type[ast.AST]) -> list[Any]:
+    """Return a file's nodes of exactly these types."""
+    return [node for node in nodes_of(text) if type(node) in types]
 
 
 def module_of(text: str) -> ast.Module:
@@ -33,10 +40,9 @@ def nodes_below(node: ast.AST) -> list[ast.AST]:
     return nodes
 
 
-def docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
+def docstrings(text: str) -> Iterator[ast.Constant]:
     """Yield the docstrings of a module, its classes and its functions."""
-    for node in nodes:
-        if isinstance(node, (ast.Module, *DEFINITIONS)):
-            match node.body:
-                case [ast.Expr(value=ast.Constant(value=str()) as text), *_]:
-                    yield text
+    for node in nodes_of_types(text, ast.Module, *DEFINITIONS):
+        match node.body:
+            case [ast.Expr(value=ast.Constant(value=str()) as docstring), *_]:
+                yield docstring

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from syntax import nodes_of_types
+
 from .source import Source, num_lines_of, num_text_lines
 
 # The folders of src/infer in each room: those of the eight rooms, and those from before the move, for older commits.
@@ -112,13 +114,16 @@ def naming_families(sources: list[Source]) -> Iterator[str]:
     """Yield the files outside the tables that have a family's name in an identifier or in a string."""
     names = [*families(sources) - NO_NAMES, *GGUF_NAMES]
     alternatives = "|".join(re.escape(name).replace("_", "[_-]?") for name in sorted(names, key=len, reverse=True))
-    inside_words = re.compile(alternatives, re.IGNORECASE)
+    joined = [name.replace("_", "").replace("-", "") for name in names]
     pattern = re.compile(f"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])", re.IGNORECASE)
     for source in sources:
         *folders, name = source.path.split("/")
-        if "families" in folders or name in FILES_OF_NAMES or not inside_words.search(source.text):
+        if "families" in folders or name in FILES_OF_NAMES:
             continue
-        if any(pattern.search(NO_FAMILIES.sub("", text)) for text in source.names_and_texts()):
+        text = re.sub("[_-]", "", source.text.lower())
+        if not any(each in text for each in joined):  # a search of all alternatives takes much longer
+            continue
+        if any(pattern.search(NO_FAMILIES.sub("", each)) for each in source.names_and_texts()):
             yield source.path
 
 
@@ -126,7 +131,7 @@ def families(sources: list[Source]) -> set[str]:
     """Return the keys of the table FAMILIES, and of the tables that it takes in."""
     tables = dict[str, ast.Dict]()
     for source in sources:
-        for node in source.nodes:
+        for node in nodes_of_types(source.text, ast.AnnAssign):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() as table):
                     tables[name] = table

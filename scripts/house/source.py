@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from syntax import docstrings, nodes_below, nodes_of
+from syntax import docstrings, nodes_below, nodes_of, nodes_of_types
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _TEXTS = (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
@@ -39,21 +39,21 @@ class Source:
     def num_code_lines(self) -> int:
         lines = enumerate(self.text.splitlines(), 1)
         code = {number for number, line in lines if line.strip() and not line.lstrip().startswith("#")}
-        texts = (node for node in self.nodes if isinstance(node, (ast.Constant, ast.JoinedStr)))
+        texts = nodes_of_types(self.text, ast.Constant, ast.JoinedStr)
         long_texts = (node for node in texts if node.end_lineno != node.lineno)
         return len(code.union(*map(_lines, long_texts)) - self._docstring_lines)
 
     @cached_property
     def _docstring_lines(self) -> set[int]:
-        return {line for text in docstrings(self.nodes) for line in _lines(text)}
+        return {line for text in docstrings(self.text) for line in _lines(text)}
 
     @property
     def functions(self) -> list[Function]:
-        return [node for node in self.nodes if isinstance(node, Function)]
+        return nodes_of_types(self.text, ast.FunctionDef, ast.AsyncFunctionDef)
 
     @property
     def class_names(self) -> list[str]:
-        return [node.name for node in self.nodes if isinstance(node, ast.ClassDef)]
+        return [node.name for node in nodes_of_types(self.text, ast.ClassDef)]
 
     @property
     def num_statements(self) -> int:
@@ -62,15 +62,16 @@ class Source:
     @property
     def num_long_tuples(self) -> int:
         """Number of `tuple[…]` with more than three items in the annotations of functions."""
-        arguments = [node.annotation for node in self.nodes if isinstance(node, ast.arg)]
+        arguments = [node.annotation for node in nodes_of_types(self.text, ast.arg)]
         annotations = [*arguments, *(function.returns for function in self.functions)]
         inner = (node for annotation in annotations if annotation is not None for node in nodes_below(annotation))
         return sum(map(_is_long_tuple, inner))
 
     def num_variables(self, name: str) -> int:
         """Return how often a variable or an argument of this name is bound."""
-        stored = (node.id for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        arguments = (node.arg for node in self.nodes if isinstance(node, ast.arg))
+        names = nodes_of_types(self.text, ast.Name)
+        stored = (node.id for node in names if isinstance(node.ctx, ast.Store))
+        arguments = (node.arg for node in nodes_of_types(self.text, ast.arg))
         return [*stored, *arguments].count(name)
 
     def num_comments(self, words: str) -> int:

@@ -18,7 +18,7 @@ import opencl_platform
 from answer_gguf import write_mixed_gguf
 from byte_tokenizer import write_byte_tokenizer
 from commands import run
-from extent import IS_WHOLE, slow_except
+from extent import IS_WHOLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.subcommands import infer
 from infer.compute import ops
@@ -211,7 +211,8 @@ def test_answers_are_those_of_the_cpu(tmp_path: Path) -> None:
     assert eager.generate("hello", replace(greedy, max_new_tokens=3)).token_ids == found[0][0][0][:3]
 
 
-@pytest.mark.parametrize("kv_type", slow_except(["q4"], KV_TYPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_the_cache_of_document_003_is_computed(kv_type: str, tmp_path: Path) -> None:
     """The example there is a command with q4 and a window."""
     make_wide_heads(tmp_path)

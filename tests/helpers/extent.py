@@ -51,8 +51,8 @@ def has_only_slow_tests(text: str) -> bool:
 
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests that `make test` runs, and those that it leaves out."""
-    kept = _within(items, "cases", 0)
-    return kept, [item for item in items if item not in set(kept)]
+    kept = set(_within(items, "cases", 0))
+    return [item for item in items if item in kept], [item for item in items if item not in kept]
 
 
 def rest_of(left_out: list[pytest.Item]) -> list[pytest.Item]:

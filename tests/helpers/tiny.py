@@ -471,26 +471,29 @@ DENSE = [tiny for tiny in TINY if not tiny.has_experts and tiny not in ON_CPUS]
 ONE_EACH_DENSE = [tiny for tiny in ONE_EACH if tiny in DENSE and tiny not in ROWS]
 
 
-class TextOfMuseGlimmer(hf.MuseGlimmerTextModel):
-    """The text model with its head. In transformers, it is a part of the multimodal model."""
+def _text_of_muse_glimmer(config: hf.MuseGlimmerTextConfig) -> Any:
+    """Return the text model with its head. In transformers, it is a part of the multimodal model, slow to import."""
 
-    def __init__(self, config: hf.MuseGlimmerTextConfig) -> None:
-        super().__init__(config)
-        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    class TextOfMuseGlimmer(hf.MuseGlimmerTextModel):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    @property
-    def base_model(self) -> Any:
-        return super().forward
+        @property
+        def base_model(self) -> Any:
+            return super().forward
 
-    def forward(self, token_ids: torch.Tensor) -> Any:
-        cap, scale = self.config.final_logit_softcapping, self.config.output_multiplier
-        logits = self.lm_head(super().forward(token_ids).last_hidden_state) * scale
-        return SimpleNamespace(logits=cap * torch.tanh(logits / cap))
+        def forward(self, token_ids: torch.Tensor) -> Any:
+            cap, scale = self.config.final_logit_softcapping, self.config.output_multiplier
+            logits = self.lm_head(super().forward(token_ids).last_hidden_state) * scale
+            return SimpleNamespace(logits=cap * torch.tanh(logits / cap))
 
-    def save_pretrained(self, folder: Path) -> None:
-        self.config.save_pretrained(folder)
-        tensors = {name if "lm_head" in name else f"model.{name}": each for name, each in self.state_dict().items()}
-        save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+        def save_pretrained(self, folder: Path) -> None:
+            self.config.save_pretrained(folder)
+            tensors = {name if "lm_head" in name else f"model.{name}": each for name, each in self.state_dict().items()}
+            save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+
+    return TextOfMuseGlimmer()
 
 
 def _divide_taps(config: hf.OlmoHybridConfig, path: Path) -> None:
@@ -516,7 +519,7 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
     torch.manual_seed(0)
     if isinstance(tiny.config, hf.MuseGlimmerTextConfig):
         tiny.config._attn_implementation = "eager"
-        model: Any = TextOfMuseGlimmer(tiny.config).float().eval()
+        model: Any = _text_of_muse_glimmer(tiny.config).float().eval()
     else:
         model = hf.AutoModelForCausalLM.from_config(tiny.config, attn_implementation="eager").float().eval()
     with torch.no_grad():

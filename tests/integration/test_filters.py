@@ -56,7 +56,7 @@ def test_the_filters_are_the_parameters_that_are_declared_so() -> None:
 
 
 @pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize("device", ["definition", "cpu", "cuda"])
+@pytest.mark.parametrize("device", ["definition", "cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 @filters
 def test_every_sampler_applies_every_filter(name: str, device: str) -> None:
     values = {name: VALUES[name]}

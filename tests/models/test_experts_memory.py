@@ -91,6 +91,7 @@ def test_answers_are_equal_for_every_memory_batch_and_chunk(model: Path, weights
             assert list(answers(llm)) == expected
 
 
+@pytest.mark.slow
 def test_two_models_at_once_have_their_own_experts(model: Path) -> None:
     least = least_memory(model)
     with LLM(model) as llm:
@@ -130,7 +131,7 @@ class Header(NamedTuple):
 
 
 def test_memory_of_experts_is_counted_and_offered() -> None:
-    sizes: Any = {"num_experts": 128, "num_hidden_layers": 48, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+    sizes: Any = {"num_experts": 128, "num_hidden_layers": 8, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
     architecture = make_architecture(Qwen3MoeConfig(**sizes, head_dim=128, num_attention_heads=32).to_dict())
     tensors = {name: Header("Q8_0", shape) for name, shape in expected_shapes(architecture).items()}
 
@@ -139,12 +140,12 @@ def test_memory_of_experts_is_counted_and_offered() -> None:
         return MemoryBudget.of(architecture, tensors, load, ModelSettings().cache, num_tokens=100)
 
     whole = budget(None)
-    most = 48 * 128 * 3 * 768 * 2048 * 34 // 32  # bytes of all experts
+    most = 8 * 128 * 3 * 768 * 2048 * 34 // 32  # bytes of all experts
     for memory in (most // 100, most // 3, most * 9 // 10):
         assert whole.weights - most < budget(memory).weights <= whole.weights - most + memory
         assert budget(memory).weights > whole.weights - most + memory * 0.98
     assert whole.weights <= budget(2 * most).weights < whole.weights * 1.001
-    with pytest.raises(InvalidRequestError, match="experts_memory must be at least 42 MB for this model, which is"):
+    with pytest.raises(InvalidRequestError, match="experts_memory must be at least 41 MB for this model, which is"):
         budget(10**6)
     available = whole.model - most // 2
     with pytest.raises(ModelError, match=r"MB are available: experts_memory=([0-9]+)MB fits") as refusal:

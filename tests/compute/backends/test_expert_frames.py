@@ -99,7 +99,7 @@ def memory_of(layer: ExpertWeights) -> LayerFrames:
 # Bits
 
 
-@pytest.mark.slow(cases=2, rest=6)
+@pytest.mark.slow(rest=8)
 @pytest.mark.parametrize("types", ALIKE + MIXED, ids="-".join)
 @pytest.mark.parametrize("num_frames", [CHOSEN, 5, EXPERTS])
 def test_experts_from_a_file_give_the_bits_of_experts_in_memory(types: tuple[str, str, str], num_frames: int) -> None:

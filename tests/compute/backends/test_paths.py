@@ -78,6 +78,7 @@ def check(outcomes: dict[str, Outcome], expected: dict[str, Outcome], way: Way) 
         assert outcome == expected[name], f"{name}: {way}"
 
 
+@pytest.mark.slow
 def test_the_cases_end_in_every_way_and_fill_the_window(expected: dict[str, Outcome]) -> None:
     outcomes = expected.values()
     assert {outcome.finish_reason for outcome in outcomes} == {"eos", "stop", "length"}

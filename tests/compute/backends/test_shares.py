@@ -113,7 +113,7 @@ def test_a_rank_with_more_heads_computes_no_more_rows(tmp_path: Path) -> None:
     assert max(rows) - min(rows) <= 16
 
 
-@pytest.mark.slow(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", TINY if IS_WHOLE else GATHERING, ids=lambda tiny: tiny.name)
 def test_the_definition_of_ops_gathers_alike(tiny: Tiny, tmp_path: Path) -> None:
     """Bits may differ, because the order of torch's sums depends on the number of rows."""

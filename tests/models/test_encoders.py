@@ -260,7 +260,7 @@ NOT_COMPUTED = [
     ("nomic", {"prenorm": True}, "prenorm=True"),
     ("nomic", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor"),
     ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer type 'chunked_attention' is not supported"),
 ]
 
 

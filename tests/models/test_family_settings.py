@@ -124,7 +124,7 @@ REFUSED = [
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         "rope_type 'linear' is not supported for nanochat",
     ),
-    ("ernie4_5_moe", {"num_experts": 4, "use_bias": True, "num_key_value_heads": 2}, "its head would have a bias"),
+    ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported for ernie4_5_moe: it must be False"),
     ("granite_swa", {"num_key_value_heads": 2, "layer_rope_theta": [0, 1, 1, 2]}, "it may have zeros and one theta"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
     ("hunyuan_v1_moe", {"num_experts": [4, 2], "moe_topk": 1}, "it must be equal for all layers"),

@@ -218,26 +218,19 @@ FORMS |= {
     "glm4moe": GGUFForm(
         "glm4_moe",
         keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
-        settings={"expert_count": "n_routed_experts"},
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
     ),
-    "dots1": GGUFForm(
-        "dots1",
-        keys=("expert_count", "expert_shared_count", *_SIGMOID_KEYS),
-        settings={"expert_count": "n_routed_experts"},
-    ),
+    "dots1": GGUFForm("dots1", keys=("expert_count", "expert_shared_count", *_SIGMOID_KEYS)),
     "exaone-moe": GGUFForm("exaone_moe", keys=("expert_shared_count", *_SIGMOID_KEYS)),
     "afmoe": GGUFForm(
         "afmoe",
         keys=("expert_shared_count", *_SIGMOID_KEYS),
-        settings={"expert_shared_count": "num_shared_experts", "expert_weights_scale": "route_scale"}
-        | {"leading_dense_block_count": "num_dense_layers"},
         fixed={"mup_enabled": True},
         window_period=4,
     ),
     "minimax-m2": GGUFForm("minimax_m2"),
-    "hunyuan-moe": GGUFForm("hunyuan_v1_moe", settings={"expert_used_count": "moe_topk"}),
+    "hunyuan-moe": GGUFForm("hunyuan_v1_moe"),
     "gpt-oss": GGUFForm(
         "gpt_oss",
         window_period=2,
@@ -251,7 +244,7 @@ FORMS |= {
         _LFM2,
         model_type="lfm2_moe",
         keys=("shortconv.l_cache", *_SIGMOID_KEYS),
-        settings={"expert_weights_norm": None, "leading_dense_block_count": "num_dense_layers"},
+        settings={"expert_weights_norm": None},
         only={"expert_gating_func": _SIGMOID},
         fixed=_LFM2.fixed | _NORMALIZED,
         flags={"use_expert_bias": ".exp_probs_b.bias"},
@@ -260,8 +253,7 @@ FORMS |= {
     "laguna": GGUFForm(
         "laguna",
         keys=_SIGMOID_KEYS,
-        settings={"expert_weights_norm": None, "leading_dense_block_count": None}
-        | {"expert_weights_scale": "moe_routed_scaling_factor"},
+        settings={"expert_weights_norm": None, "leading_dense_block_count": None},
         only={"expert_gating_func": _SIGMOID, "expert_weights_norm": True},
         differing=("attention.head_count",),
         derived=layers_of_other_heads,

@@ -8,20 +8,22 @@ ignored here, unless other engines read it: then it is refused.
 
 from dataclasses import replace
 
-from infer.compute.operands.architecture import Architecture, Layer, TextInputs
-from infer.compute.operands.feed_forwards import Activation, Dense, Experts, FeedForward
+from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
 from infer.compute.operands.mixers import Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, choice, count, flag, optional_count, optional_positive, positive
 from infer.models.families.encoders import ENCODERS
+from infer.models.families.experts import make_experts
 from infer.models.families.family import OFF_IF_NULL, OPTIONAL, Family
+from infer.models.families.heads import sigmoid_of_elements
 from infer.models.families.layer_kinds import CHUNKED, SLIDING
 from infer.models.families.rope_scaling import make_rope
 from infer.models.families.table import FAMILIES
 from infer.models.families.whole_texts import sees_whole_texts, without_mask
 from infer.models.families.widths import head_dim_of, num_layers_of
 
-__all__ = ["ENCODERS", "FAMILIES", "as_read", "make_architecture"]
+__all__ = ["ENCODERS", "FAMILIES", "as_read", "family_of", "make_architecture"]
 
 _LATENT = "latent attention"
 _STATES = "the state-space layers of Mamba2"
@@ -53,37 +55,36 @@ def make_architecture(config: Config) -> Architecture:
     name = str(config.get("model_type", ""))
     if name in NEEDS:
         raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {NEEDS[name]}")
-    if name in ENCODERS:
-        return ENCODERS[name](config)
-    if name not in FAMILIES:
+    if (family := family_of(config)) is None:
         names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
         code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
         problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
         raise UnsupportedModelError(problem)
-    family = FAMILIES[name]
     for setting, only in family.refuses.items():
         if config.get(setting) not in (only, None):
             raise UnsupportedModelError(
                 f"{setting}={config[setting]!r:.60} is not supported for {name}: it must be {only}"
             )
     config = as_read(config, family)
-    is_whole = sees_whole_texts(config, family)
+    is_whole = not family.is_encoder and sees_whole_texts(config, family)
     # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
     residual = positive(config, "residual_multiplier", 1.0)
     embedding = positive(config, "embedding_multiplier", 1.0)
     scales = family.scales_embedding
     if flag(config, scales) if isinstance(scales, str) else scales:
         embedding *= count(config, "hidden_size") ** 0.5
+    inputs = None if family.text_inputs is None else family.text_inputs(config)
     architecture = Architecture(
         family=name,
         vocab_size=count(config, "vocab_size"),
         hidden_size=count(config, "hidden_size"),
         layers=_layers(config, family),
         norm_eps=positive({"rms_norm_eps": positive(config, "rms_norm_eps") / residual**2}, "rms_norm_eps"),
-        max_positions=count(config, "max_position_embeddings"),
+        max_positions=(inputs and inputs.num_positions) or count(config, "max_position_embeddings"),
         text_limit=optional_count(config, "text_limit"),
         has_embedding_norm=family.has_embedding_norm,
-        text_inputs=_text_inputs(config) if family.has_learned_positions else None,
+        text_inputs=inputs,
+        has_last_norm=not family.norms.of_sum,
         embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
         logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
@@ -94,6 +95,12 @@ def make_architecture(config: Config) -> Architecture:
     if len(beyond) > 1:
         raise UnsupportedModelError(f"ropes that change at several lengths are not supported, got {beyond}")
     return without_mask(architecture, config, family) if is_whole else architecture
+
+
+def family_of(config: Config) -> Family | None:
+    """Return the row of a config's family, or None if there is none."""
+    name = str(config.get("model_type", ""))
+    return FAMILIES.get(name) or ENCODERS.get(name)
 
 
 def as_read(config: Config, family: Family) -> Config:
@@ -107,22 +114,24 @@ def as_read(config: Config, family: Family) -> Config:
     return {**family.defaults, **read, **family.fixed}
 
 
-def _text_inputs(config: Config) -> TextInputs:
-    return TextInputs(count(config, "max_position_embeddings"), has_norm=False)
-
-
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = num_layers_of(config)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
     wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
     mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
     activation = choice(config, family.activation_name, family.activations)
-    experts = None if family.experts is None else family.experts(config, activation)
+    experts = None if family.experts is None else make_experts(config, activation, family.experts)
     are_sparse = [experts is not None and family.is_sparse(config, index) for index in range(num_layers)]
-    dense = None if all(are_sparse) else _dense(config, family, activation)
+    dense = None
+    if not all(are_sparse):
+        dense = Dense(
+            family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"), is_gated=family.is_gated
+        )
     norms, sources = family.norms, family.shared_layers(config, kinds)
     if family.parallel_setting is not None and not flag(config, family.parallel_setting):
         norms = replace(norms, parallel=None)
+    if family.norm_bias_setting is not None:
+        norms = replace(norms, have_bias=flag(config, family.norm_bias_setting))
     if family.eps_after_setting is not None:
         norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
     own_input = family.per_layer_input(config, activation)
@@ -136,6 +145,8 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
         )
         for each, is_sparse in zip(wanted, are_sparse, strict=True)
     ]
+    if family.is_encoder:  # its first mixer reads the embeddings, which were just normalised
+        layers[0] = replace(layers[0], norms=replace(norms, skip_mixer=norms.before))
     return tuple(
         layer if source is None else _sharing(config, layer, source)
         for layer, source in zip(layers, sources, strict=True)
@@ -159,11 +170,6 @@ def _with_wide_mlp(feed_forward: FeedForward | None) -> FeedForward:
     return replace(feed_forward, intermediate_size=2 * feed_forward.intermediate_size)
 
 
-def _dense(config: Config, family: Family, activation: Activation) -> Dense:
-    has_bias = flag(config, "mlp_bias")
-    return Dense(family.dense_size(config), activation, has_bias=has_bias, is_gated=family.is_gated)
-
-
 def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_heads: int) -> Mixer:
     if kind in family.recurrent:
         return family.recurrent[kind](config)
@@ -181,9 +187,9 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
     if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
         refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
-    if family.has_gate and config.get("attn_output_gate") is False:
+    if family.gates is not None and config.get("attn_output_gate") is False:
         raise UnsupportedModelError(f"attn_output_gate=false is not supported for {config['model_type']}")
-    gate_curve, are_gates_of_heads = family.gates(config)
+    gate_curve, are_gates_of_heads = (sigmoid_of_elements if family.gates is None else family.gates)(config)
     has_qkv_bias = flag(config, "attention_bias")
     scale = positive(config, "query_pre_attn_scalar", float(head_dim)) ** -0.5
     return Attention(
@@ -198,13 +204,14 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         has_qkv_bias=has_qkv_bias,
         has_output_bias=flag(config, "attention_output_bias") if "attention_output_bias" in config else has_qkv_bias,
         has_sinks=family.has_sinks,
-        has_gate=family.has_gate,
+        has_gate=family.gates is not None,
         gate_curve=gate_curve,
         are_gates_of_heads=are_gates_of_heads,
         has_v_norm=family.has_v_norm,
         are_values_keys=flag(config, "attention_k_eq_v"),
         query_scale=family.query_scale(config),
         qk_norm=_qk_norm(config, family),
+        is_causal=not family.is_encoder,
     )
 
 

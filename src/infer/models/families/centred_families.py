@@ -2,22 +2,18 @@
 
 from dataclasses import replace
 
-from infer.compute.operands.architecture import Norms
+from infer.compute.operands.architecture import Norms, TextInputs
+from infer.models.families import layer_kinds as kinds
+from infer.models.families import ropes
+from infer.models.families.config_values import count
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
-from infer.models.families.layer_kinds import (
-    all_windowed,
-    all_windowed_but_every,
-    none_rotated,
-    rotated_where_listed_as_windowed,
-)
-from infer.models.families.ropes import theta_rope, usual_rope
 from infer.models.families.widths import four_times_hidden
 
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
     reads=ATTENTION_BIAS | {"output_multiplier"},
     renamed={"layer_norm_eps": "rms_norm_eps", "logit_scale": "output_multiplier"},
-    rope_settings=theta_rope(500_000.0),
+    rope_settings=ropes.theta_rope(500_000.0),
     norms=Norms(are_centred=True, parallel="one"),
     refuses={"use_qk_norm": False},
 )
@@ -27,9 +23,9 @@ CENTRED: dict[str, Family] = {
     "cohere2": replace(
         _COHERE,
         defaults={**_COHERE.defaults, "sliding_window": 4096},
-        layer_kinds=all_windowed_but_every(4),
-        rotated_layers=rotated_where_listed_as_windowed,
-        rope_settings=usual_rope,
+        layer_kinds=kinds.all_windowed_but_every(4),
+        rotated_layers=kinds.rotated_where_listed_as_windowed,
+        rope_settings=ropes.usual_rope,
     ),
     "phi": Family(
         usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
@@ -46,7 +42,7 @@ CENTRED: dict[str, Family] = {
         | {"attention_bias": True, "mlp_bias": True},
         reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"norm_epsilon": "rms_norm_eps", "use_bias": ("attention_bias", "mlp_bias")},
-        layer_kinds=all_windowed,
+        layer_kinds=kinds.all_windowed,
         is_gated=False,
         norms=Norms(are_centred=True, have_bias=True),
     ),
@@ -92,8 +88,8 @@ CENTRED: dict[str, Family] = {
         dense_size=four_times_hidden,
         is_gated=False,
         norms=Norms(are_centred=True, have_bias=True),
-        has_learned_positions=True,
-        rotated_layers=none_rotated,
+        text_inputs=lambda config: TextInputs(count(config, "max_position_embeddings"), has_norm=False),
+        rotated_layers=kinds.none_rotated,
         refuses={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
     "gpt_neox": Family(

@@ -54,6 +54,14 @@ def positives(config: Config, name: str, length: int) -> tuple[float, ...]:
     return tuple(positive({name: value}, name) for value in values)
 
 
+def layer_numbers(config: Config, name: str) -> list[int]:
+    """Return a setting that lists the numbers of layers."""
+    given = config.get(name)
+    if not isinstance(given, list) or not all(type(each) is int for each in given):
+        raise ModelError(f"config: {name} must list the numbers of layers, got {given!r:.60}")
+    return given
+
+
 def settings(config: Config, name: str) -> Config:
     """Return a setting that is itself a mapping, or {} if it is missing or null."""
     value = config.get(name)

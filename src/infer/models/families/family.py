@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.compute.operands.architecture import Norms
-from infer.compute.operands.feed_forwards import Activation, Experts, PerLayerInput
+from infer.compute.operands.architecture import Norms, TextInputs
+from infer.compute.operands.feed_forwards import Activation, PerLayerInput
 from infer.compute.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
 from infer.models.families.config_values import Config
-from infer.models.families.experts import every_layer_is_sparse
-from infer.models.families.heads import equal_heads, sigmoid_of_elements
-from infer.models.families.layer_kinds import all_full, all_rotated, none_shared
+from infer.models.families.experts import ExpertRules, every_layer_is_sparse
+from infer.models.families.heads import equal_heads
+from infer.models.families.layer_kinds import Kinds, all_full, all_rotated, none_shared
 from infer.models.families.ropes import usual_rope
 from infer.models.families.widths import ACTIVATIONS, intermediate_size
 
@@ -60,7 +60,7 @@ class Family:
     # Its names of settings → the usual names, one or several.
     renamed: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     refuses: Mapping[str, Any] = field(default_factory=dict)  # settings that must have this value, if they are given
-    layer_kinds: Callable[[Config, int], Sequence[str]] = all_full
+    layer_kinds: Kinds = all_full
     # Kind → mixer; other kinds attend.
     recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)
     rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
@@ -72,12 +72,14 @@ class Family:
     dense_size: Callable[[Config], int] = intermediate_size
     scales_embedding: bool | str = False  # by the square root of hidden_size; a name: if this setting is true
     has_embedding_norm: bool = False
-    has_learned_positions: bool = False
+    text_inputs: Callable[[Config], TextInputs] | None = None
+    is_encoder: bool = False
     norms: Norms = _PRE_NORMS
     parallel_setting: str | None = None  # the setting that decides if `norms` are of parallel parts
+    norm_bias_setting: str | None = None  # the setting that decides if `norms` have a bias
     norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms
     eps_after_setting: str | None = None  # the setting with the eps of norms of results, if it differs
-    experts: Callable[[Config, Activation], Experts | None] | None = None
+    experts: ExpertRules | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
     qk_norm: QKNorm | None = None
     # Changes the settings of attention for layers of a kind, which rotate or not.
@@ -90,9 +92,8 @@ class Family:
     qk_norm_setting: str | None = None  # the setting that decides if there are such norms
     query_scale: Callable[[Config], QueryScale | None] = _not_scaled
     has_sinks: bool = False
-    has_gate: bool = False
-    # The gates' curve, and True for one gate per head.
-    gates: Callable[[Config], tuple[GateCurve, bool]] = sigmoid_of_elements
+    # The curve of gates, and True for one gate per head. None: attention has no gates.
+    gates: Callable[[Config], tuple[GateCurve, bool]] | None = None
     num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer
 
 

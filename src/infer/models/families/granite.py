@@ -3,12 +3,9 @@
 from dataclasses import replace
 
 from infer.compute.operands.architecture import Norms
+from infer.models.families import layer_kinds as kinds
+from infer.models.families import ropes
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
-from infer.models.families.layer_kinds import (
-    rotated_unless_listed_without_theta,
-    windowed_but_every_fourth_from_the_first,
-)
-from infer.models.families.ropes import granite_swa_rope
 
 _GRANITE = Family(
     usual_defaults(2048, attention_multiplier=1.0),
@@ -31,9 +28,9 @@ GRANITE: dict[str, Family] = {
         _GRANITE,
         defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128}
         | {"num_key_value_heads": 4, "max_position_embeddings": 8192},
-        layer_kinds=windowed_but_every_fourth_from_the_first,
-        rotated_layers=rotated_unless_listed_without_theta,
-        rope_settings=granite_swa_rope,
+        layer_kinds=kinds.windowed_but_every_fourth_from_the_first,
+        rotated_layers=kinds.rotated_unless_listed_without_theta,
+        rope_settings=ropes.granite_swa_rope,
         has_sinks=True,
     ),
 }

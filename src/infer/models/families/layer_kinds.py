@@ -3,10 +3,13 @@
 from collections.abc import Callable, Collection, Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.models.families.config_values import Config, count, flag, settings
+from infer.models.families.config_values import Config, count, flag, layer_numbers, settings
 
 FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
 CHUNKED = "chunked_attention"
+
+
+Kinds = Callable[[Config, int], Sequence[str]]  # (config, number of layers) → the kind of each layer
 
 
 def all_full(config: Config, num_layers: int) -> Sequence[str]:
@@ -17,7 +20,7 @@ def all_windowed(config: Config, num_layers: int) -> Sequence[str]:
     return [FULL if config.get("sliding_window") is None else SLIDING] * num_layers
 
 
-def _given_kinds(config: Config, num_layers: int, known: Collection[str] = (FULL, SLIDING)) -> Sequence[str] | None:
+def _listed(config: Config, num_layers: int, known: Collection[str] = (FULL, SLIDING)) -> Sequence[str] | None:
     given = config.get("layer_types")
     if given is None:
         return None
@@ -29,17 +32,53 @@ def _given_kinds(config: Config, num_layers: int, known: Collection[str] = (FULL
     return given
 
 
-def full_unless_given(config: Config, num_layers: int) -> Sequence[str]:
-    return _given_kinds(config, num_layers) or all_full(config, num_layers)
+def unless_listed(usual: Kinds, known: Collection[str] = (FULL, SLIDING)) -> Kinds:
+    """Return a reader of the kinds that `layer_types` lists; without the list, the usual ones."""
+    return lambda config, num_layers: _listed(config, num_layers, known) or usual(config, num_layers)
 
 
-def windowed_unless_listed(config: Config, num_layers: int) -> Sequence[str]:
-    return _given_kinds(config, num_layers) or all_windowed(config, num_layers)
+def _but_every(period: int, setting: str, kind: str = SLIDING, *, is_first: bool = False) -> Kinds:
+    """Return a reader of one kind for all layers, except for the last of each period, or for the first of each."""
+
+    def kinds(config: Config, num_layers: int) -> Sequence[str]:
+        every = count(config, setting, default=period)
+        return [kind if (layer + (not is_first)) % every else FULL for layer in range(num_layers)]
+
+    return kinds
+
+
+def _by_place(kind_of: Callable[[int, int], str]) -> Kinds:
+    """Return a reader of kinds that depend on the index of a layer and on the number of layers."""
+    return lambda config, num_layers: [kind_of(layer, num_layers) for layer in range(num_layers)]
+
+
+def all_windowed_but_every(period: int) -> Kinds:
+    return unless_listed(_but_every(period, "sliding_window_pattern"))
+
+
+def windowed_but_every_nth_from_the_first(period: int) -> Kinds:
+    return unless_listed(_but_every(period, "sliding_window_pattern", is_first=True))
+
+
+full_unless_listed = unless_listed(all_full)
+windowed_unless_listed = unless_listed(all_windowed)
+windowed_but_every_fourth_from_the_first = unless_listed(_by_place(lambda layer, _: SLIDING if layer % 4 else FULL))
+windowed_but_every_nth_from_the_end = unless_listed(
+    _by_place(lambda layer, count: SLIDING if (count - 1 - layer) % 4 else FULL)
+)
+flint_kinds = unless_listed(
+    _by_place(lambda layer, count: FULL if layer < 2 or layer % 4 == 1 or layer == count - 1 else SLIDING)
+)
+lfm3_kinds = unless_listed(
+    _by_place(lambda layer, _: FULL if layer % 4 == 2 else CONVOLUTION if layer % 4 or not layer else SLIDING),
+    (FULL, SLIDING, CONVOLUTION),
+)
+linear_but_every_nth = unless_listed(_but_every(4, "full_attention_interval", LINEAR), (FULL, LINEAR))
 
 
 def windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
     """Return windowed kinds from `max_window_layers` on, if windows are used at all."""
-    kinds = _given_kinds(config, num_layers)
+    kinds = _listed(config, num_layers)
     if not flag(config, "use_sliding_window") or config.get("sliding_window") is None:
         if kinds is not None and SLIDING in kinds:
             raise ModelError("layer_types has sliding_attention, but use_sliding_window and sliding_window are not set")
@@ -50,38 +89,6 @@ def windowed_from_a_layer_on(config: Config, num_layers: int) -> Sequence[str]:
     return kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
 
 
-def all_windowed_but_every(period: int) -> Callable[[Config, int], Sequence[str]]:
-    def kinds(config: Config, num_layers: int) -> Sequence[str]:
-        given = _given_kinds(config, num_layers)
-        if given is not None:
-            return given
-        every = count(config, "sliding_window_pattern", default=period)
-        return [SLIDING if (layer + 1) % every else FULL for layer in range(num_layers)]
-
-    return kinds
-
-
-def unless_given(
-    kind_of: Callable[[int, int], str], known: Collection[str] = (FULL, SLIDING)
-) -> Callable[[Config, int], Sequence[str]]:
-    """Return a reader of kinds. `kind_of` has the default kind of a layer, by its index and the number of layers."""
-
-    def kinds(config: Config, num_layers: int) -> Sequence[str]:
-        given = _given_kinds(config, num_layers, known)
-        return given or [kind_of(layer, num_layers) for layer in range(num_layers)]
-
-    return kinds
-
-
-windowed_but_every_fourth_from_the_first = unless_given(lambda layer, _: SLIDING if layer % 4 else FULL)
-windowed_but_every_nth_from_the_end = unless_given(lambda layer, count: SLIDING if (count - 1 - layer) % 4 else FULL)
-flint_kinds = unless_given(lambda layer, count: FULL if layer < 2 or layer % 4 == 1 or layer == count - 1 else SLIDING)
-lfm3_kinds = unless_given(
-    lambda layer, _: FULL if layer % 4 == 2 else CONVOLUTION if layer % 4 or not layer else SLIDING,
-    (FULL, SLIDING, CONVOLUTION),
-)
-
-
 def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
     """Return windows for all layers except every sixth and the last, whatever a config has for the last."""
     return [*all_windowed_but_every(6)(config, num_layers)[:-1], FULL]
@@ -90,7 +97,7 @@ def gemma4_kinds(config: Config, num_layers: int) -> Sequence[str]:
 def chunked_where_rotated(config: Config, num_layers: int) -> Sequence[str]:
     """Return chunks for the layers that rotate, if there is an `attention_chunk_size`."""
     has_chunks = config.get("attention_chunk_size") is not None
-    kinds = _given_kinds(config, num_layers, (FULL, CHUNKED))
+    kinds = _listed(config, num_layers, (FULL, CHUNKED))
     if kinds is None:
         return [CHUNKED if rotates and has_chunks else FULL for rotates in llama4_rotated(config, num_layers)]
     if CHUNKED in kinds and not has_chunks:
@@ -115,40 +122,23 @@ def last_share_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None
 
 
 def exaone4_kinds(config: Config, num_layers: int) -> Sequence[str]:
-    if config.get("sliding_window") is None:
-        return _given_kinds(config, num_layers) or all_full(config, num_layers)
-    return all_windowed_but_every(4)(config, num_layers)
+    has_windows = config.get("sliding_window") is not None
+    return (all_windowed_but_every(4) if has_windows else full_unless_listed)(config, num_layers)
 
 
+@unless_listed
 def windowed_where_not_rotated(config: Config, num_layers: int) -> Sequence[str]:
-    kinds = _given_kinds(config, num_layers)
-    if kinds is not None:
-        return kinds
     is_used = flag(config, "use_sliding_window") and config.get("sliding_window") is not None
-    rotated = rotated_but_every_nth(config, num_layers)
-    return [SLIDING if is_used and not is_rotated else FULL for is_rotated in rotated]
+    return [SLIDING if is_used and not rotates else FULL for rotates in rotated_but_every_nth(config, num_layers)]
 
 
-def convolutions_but_listed(config: Config, num_layers: int) -> Sequence[str]:
+def _convolutions(config: Config, num_layers: int) -> Sequence[str]:
     """Return convolutions for the layers that `full_attn_idxs` does not list; without the list, all layers attend."""
-    if config.get("sliding_window") is not None:
-        raise UnsupportedModelError(f"sliding_window={config['sliding_window']!r:.60} is not supported for lfm2")
-    given = _given_kinds(config, num_layers, (FULL, CONVOLUTION))
-    if given is not None:
-        return given
-    attending = config.get("full_attn_idxs", list(range(num_layers)))
-    if not isinstance(attending, list) or not all(type(each) is int for each in attending):
-        raise ModelError(f"config: full_attn_idxs must list the numbers of layers, got {attending!r:.60}")
+    attending = layer_numbers(config, "full_attn_idxs") if "full_attn_idxs" in config else range(num_layers)
     return [FULL if layer in attending else CONVOLUTION for layer in range(num_layers)]
 
 
-def linear_but_every_nth(config: Config, num_layers: int) -> Sequence[str]:
-    """Return attention for every `full_attention_interval`-th layer, and gated delta nets for the others."""
-    given = _given_kinds(config, num_layers, (FULL, LINEAR))
-    if given is not None:
-        return given
-    every = count(config, "full_attention_interval", default=4)
-    return [LINEAR if (layer + 1) % every else FULL for layer in range(num_layers)]
+convolutions_but_listed = unless_listed(_convolutions, (FULL, CONVOLUTION))
 
 
 def linear_but_every_fourth_or_the_last(config: Config, num_layers: int) -> Sequence[str]:
@@ -177,7 +167,7 @@ def rotated_where_windowed(config: Config, num_layers: int) -> Sequence[bool]:
     return [kind == SLIDING or not has_windows for kind in exaone4_kinds(config, num_layers)]
 
 
-def rotated_where(kinds: Callable[[Config, int], Sequence[str]]) -> Callable[[Config, int], Sequence[bool]]:
+def rotated_where(kinds: Kinds) -> Callable[[Config, int], Sequence[bool]]:
     """Return a reader of the layers that rotate: those with a window."""
     return lambda config, num_layers: [kind == SLIDING for kind in kinds(config, num_layers)]
 

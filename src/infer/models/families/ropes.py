@@ -6,37 +6,46 @@ from typing import Any
 from infer.compute.operands.mixers import QueryScale
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, count, positive, settings
-from infer.models.families.layer_kinds import FULL, SLIDING
+from infer.models.families.layer_kinds import FULL
 from infer.models.families.rope_scaling import rope_settings
 from infer.models.families.widths import head_dim_of
 
-_GPT_OSS_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
-_GPT_OSS_YARN |= {"original_max_position_embeddings": 4096}
-_CWM_ROPE: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
-_CWM_ROPE |= {"original_max_position_embeddings": 8192}
-_LFM3_ROPES: dict[str, Any] = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5}, SLIDING: {}}
-_LAGUNA_ROPE = {FULL: {"partial_rotary_factor": 0.5}, SLIDING: {"partial_rotary_factor": 1.0}}
-_MINISTRAL3_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
-_MINISTRAL3_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+RopeSettings = Callable[[Config, str], Config]  # (config, kind of layer) → the rope settings of these layers
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS: dict[str, Any] = _YARN | {"original_max_position_embeddings": 4096}
+_CWM: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+_CWM |= {"original_max_position_embeddings": 8192}
+_MINISTRAL3: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
+_MINISTRAL3 |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_KEEP_LENGTHS = ("default", "linear", "dynamic", "llama3")  # kinds of scaling that keep the length of a head
 
 
-def usual_rope(config: Config, kind: str) -> Config:
-    return rope_settings(config, kind, theta=10_000.0)
-
-
-def theta_rope(theta: float) -> Callable[[Config, str], Config]:
-    """Return a reader of the usual rope settings with another default theta."""
+def theta_rope(theta: float, scaling: Config | None = None) -> RopeSettings:
+    """Return a reader of the usual rope settings with this default theta, and with this default scaling."""
 
     def read(config: Config, kind: str) -> Config:
+        if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
+            config = {**config, "rope_scaling": scaling}
         return rope_settings(config, kind, theta=theta)
 
     return read
+
+
+usual_rope = theta_rope(10_000.0)
+cwm_rope = theta_rope(1_000_000.0, _CWM)
+gpt_oss_rope = theta_rope(150_000.0, _GPT_OSS)
+ministral3_rope = theta_rope(1_000_000.0, _MINISTRAL3)
+
+
+def _checked_kind(found: Config, config: Config, known: tuple[str, ...]) -> str:
+    """Return the kind of scaling. Raises UnsupportedModelError for a kind that the family's code does not know."""
+    name = found.get("rope_type", found.get("type", "default"))
+    if name not in known:
+        raise UnsupportedModelError(
+            f"rope_type {name!r:.60} is not supported for {config['model_type']}: use {' or '.join(known)}"
+        )
+    return str(name)
 
 
 def minimax_rope(config: Config, kind: str) -> Config:
@@ -50,13 +59,9 @@ def minimax_rope(config: Config, kind: str) -> Config:
 def hunyuan_rope(config: Config, kind: str) -> Config:
     """Return Hunyuan's rope settings: `alpha` increases theta. Its norms need a rotation that keeps lengths."""
     found = usual_rope(config, kind)
-    name = found.get("rope_type", found.get("type", "default"))
-    if name == "dynamic" and found.get("alpha"):
+    if _checked_kind(found, config, _KEEP_LENGTHS) == "dynamic" and found.get("alpha"):
         dim = head_dim_of(config)
-        theta = positive(found, "rope_theta") * positive(found, "alpha") ** (dim / (dim - 2))
-        return {"rope_theta": theta}
-    if name not in ("default", "linear", "dynamic", "llama3"):
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for {config['model_type']}")
+        return {"rope_theta": positive(found, "rope_theta") * positive(found, "alpha") ** (dim / (dim - 2))}
     return found
 
 
@@ -67,22 +72,6 @@ def granite_swa_rope(config: Config, kind: str) -> Config:
     if len(thetas) > 1:
         raise UnsupportedModelError(f"layer_rope_theta={given!r:.60} is not supported: it may have zeros and one theta")
     return {**usual_rope(config, kind), **({"rope_theta": thetas.pop()} if thetas else {})}
-
-
-def _scaled_rope(theta: float, scaling: Config) -> Callable[[Config, str], Config]:
-    """Return a reader of the usual rope settings. The default is the settings of the published models."""
-
-    def read(config: Config, kind: str) -> Config:
-        if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
-            config = {**config, "rope_scaling": scaling}
-        return rope_settings(config, kind, theta=theta)
-
-    return read
-
-
-cwm_rope = _scaled_rope(1_000_000.0, _CWM_ROPE)
-gpt_oss_rope = _scaled_rope(150_000.0, _GPT_OSS_YARN)
-ministral3_rope = _scaled_rope(1_000_000.0, _MINISTRAL3_YARN)
 
 
 def ministral3_scale(config: Config) -> QueryScale | None:
@@ -97,9 +86,7 @@ def ministral3_scale(config: Config) -> QueryScale | None:
 def llama4_rope(config: Config, kind: str) -> Config:
     """Return Llama 4's rope settings. Its norms after the rotation need a rotation that keeps the length of a head."""
     found = rope_settings(config, kind, theta=500_000.0)
-    name = found.get("rope_type", found.get("type", "default"))
-    if name not in ("default", "linear", "dynamic", "llama3"):
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for llama4: use default or llama3")
+    _checked_kind(found, config, _KEEP_LENGTHS)
     return found
 
 
@@ -108,55 +95,61 @@ def phi3_rope(config: Config, kind: str) -> Config:
 
     Its code uses the name "longrope" for the "su" or "yarn" of older configs, and supports no other scaling.
     """
-    found = {"type": "default", **rope_settings(config, kind, theta=10_000.0)}
-    name = found.pop("rope_type", found["type"])
-    if name not in ("default", "longrope", "su", "yarn"):
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for phi3: use default or longrope")
+    found = usual_rope(config, kind)
+    name = _checked_kind(found, config, ("default", "longrope", "su", "yarn"))
     return {**found, "rope_type": "default" if name == "default" else "longrope"}
-
-
-def olmo3_rope(config: Config, kind: str) -> Config:
-    """Return OLMo 3's rope settings. Flat settings are for layers with full attention; windows have no scaling."""
-    nested = settings(settings(config, "rope_parameters"), kind)
-    scaling = settings(config, "rope_scaling") if kind == FULL else {}
-    return {"rope_theta": positive(config, "rope_theta", 500_000.0), **nested, **scaling}
-
-
-def rope_by_kind(full_theta: float, sliding_theta: float) -> Callable[[Config, str], Config]:
-    """Return a reader of rope settings that a config has for each kind of layer, or not at all.
-
-    A GGUF file has one theta per kind. Its scaling is for layers with full attention.
-    """
-
-    def read(config: Config, kind: str) -> Config:
-        given = settings(config, "rope_parameters")
-        if given and kind not in given:
-            raise ModelError(f"config: rope_parameters must have {kind}, got {', '.join(map(str, given)):.80}")
-        if kind == FULL:
-            scaling = settings(config, "rope_scaling")
-            return {"rope_theta": positive(config, "rope_theta", full_theta), **scaling, **settings(given, kind)}
-        return {"rope_theta": positive(config, "rope_local_base_freq", sliding_theta), **settings(given, kind)}
-
-    return read
 
 
 def nanochat_rope(config: Config, kind: str) -> Config:
     """Return nanochat's rope settings: pairs rotate backwards. No scaling is known, and a length must not change."""
     given = usual_rope(config, kind)
-    name = given.get("rope_type", given.get("type", "default"))
-    if name != "default":
-        raise UnsupportedModelError(f"rope_type {name!r:.60} is not supported for nanochat: use default")
+    _checked_kind(given, config, ("default",))
     return {**given, "rope_type": "backwards"}
 
 
-def lfm3_rope(config: Config, kind: str) -> Config:
-    """Return LFM3's rope settings. By default, layers with full attention rotate half of a head."""
-    given = config if settings(config, "rope_parameters") else {**config, "rope_parameters": _LFM3_ROPES}
-    return rope_by_kind(1_000_000.0, 10_000.0)(given, kind)
+def rope_by_kind(
+    full_theta: float,
+    sliding_theta: float,
+    *,
+    usual: Config | None = None,
+    sliding_name: str = "rope_local_base_freq",
+    is_flat: bool = False,
+) -> RopeSettings:
+    """Return a reader of rope settings that a config has for each kind of layer, or not at all.
+
+    A flat config, or a GGUF file, has one theta per kind. Its scaling is for layers with full attention.
+
+    Args:
+        full_theta: Default theta of layers with full attention.
+        sliding_theta: Default theta of layers with windows.
+        usual: Settings of layers with full attention, if the config has none for them.
+        sliding_name: The flat setting with the theta of layers with windows.
+        is_flat: `rope_parameters` without this kind of layer are ignored, not refused.
+    """
+
+    def read(config: Config, kind: str) -> Config:
+        given = settings(config, "rope_parameters")
+        if given and kind not in given and not is_flat:
+            raise ModelError(f"config: rope_parameters must have {kind}, got {', '.join(map(str, given)):.80}")
+        own = settings(given, kind)
+        if kind == FULL:
+            scaling = settings(config, "rope_scaling")
+            return {"rope_theta": positive(config, "rope_theta", full_theta), **scaling, **(own or usual or {})}
+        return {"rope_theta": positive(config, sliding_name, sliding_theta), **own}
+
+    return read
+
+
+_HALF_OF_A_HEAD = {"partial_rotary_factor": 0.5}
+gemma3_rope = rope_by_kind(1_000_000.0, 10_000.0, is_flat=True)
+gemma4_rope = rope_by_kind(
+    1_000_000.0, 10_000.0, usual={"rope_type": "proportional", "partial_rotary_factor": 0.25}, is_flat=True
+)
+olmo3_rope = rope_by_kind(500_000.0, 500_000.0, sliding_name="rope_theta", is_flat=True)
+lfm3_rope = rope_by_kind(1_000_000.0, 10_000.0, usual={"rope_type": "proportional"} | _HALF_OF_A_HEAD)
 
 
 def laguna_rope(config: Config, kind: str) -> Config:
     """Return Laguna's rope settings. By default, layers with full attention rotate half of a head."""
-    if not settings(config, "rope_parameters") and config.get("partial_rotary_factor") is None:
-        config = {**config, "rope_parameters": _LAGUNA_ROPE}
-    return {"partial_rotary_factor": 1.0, **rope_by_kind(500_000.0, 10_000.0)(config, kind)}
+    usual = None if settings(config, "rope_parameters") or config.get("partial_rotary_factor") else _HALF_OF_A_HEAD
+    return {"partial_rotary_factor": 1.0, **rope_by_kind(500_000.0, 10_000.0, usual=usual)(config, kind)}

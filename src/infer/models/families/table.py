@@ -7,64 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from infer.compute.operands.architecture import Norms
+from infer.models.families import heads, ropes
+from infer.models.families import layer_kinds as kinds
 from infer.models.families.centred_families import CENTRED
 from infer.models.families.experts import (
-    gemma4_experts,
-    hunyuan_experts,
-    is_sparse_in_lfm2,
+    NUM_SHARED,
+    SHARED_SIZE,
+    ExpertRules,
+    is_sparse_after_the_first,
     is_sparse_in_llama4,
     is_sparse_in_qwen,
-    lfm2_experts,
-    llama4_experts,
-    qwen_experts,
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
-from infer.models.families.gemma import gemma3_rope, gemma4_of_kind, gemma4_per_layer_input, gemma4_rope
 from infer.models.families.granite import GRANITE
-from infer.models.families.heads import (
-    llama4_of_kind,
-    llama4_scale,
-    muse_of_kind,
-    sigmoid_of_heads,
-    sigmoid_without_bias,
-)
-from infer.models.families.layer_kinds import (
-    CONVOLUTION,
-    LINEAR,
-    all_windowed,
-    all_windowed_but_every,
-    chunked_where_rotated,
-    convolutions_but_listed,
-    exaone4_kinds,
-    gemma4_kinds,
-    last_share_keys,
-    lfm3_kinds,
-    linear_but_every_fourth_or_the_last,
-    linear_but_every_nth,
-    llama4_rotated,
-    rotated_but_every_nth,
-    rotated_unless_theta_is_null,
-    rotated_where_windowed,
-    rotated_with_a_theta,
-    windowed_but_every_fourth_from_the_first,
-    windowed_but_every_nth_from_the_end,
-    windowed_from_a_layer_on,
-    windowed_unless_listed,
-    windowed_where_not_rotated,
-)
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
-from infer.models.families.ropes import (
-    cwm_rope,
-    hunyuan_rope,
-    lfm3_rope,
-    llama4_rope,
-    ministral3_rope,
-    ministral3_scale,
-    nanochat_rope,
-    olmo3_rope,
-    phi3_rope,
-    theta_rope,
-)
 from infer.models.families.sparse_families import SPARSE
 from infer.models.families.widths import ACTIVATIONS, lfm2_size, llama4_size
 
@@ -78,8 +34,8 @@ _GEMMA3 = Family(
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072},
     # attn_logit_softcapping is a setting that its code has but never uses.
     reads=ATTENTION_BIAS | {"query_pre_attn_scalar", "final_logit_softcapping", "use_bidirectional_attention"},
-    layer_kinds=all_windowed_but_every(6),
-    rope_settings=gemma3_rope,
+    layer_kinds=kinds.all_windowed_but_every(6),
+    rope_settings=ropes.gemma3_rope,
     activation_name="hidden_activation",
     scales_embedding=True,
     norms=Norms(after=True),
@@ -92,12 +48,12 @@ _GEMMA4 = Family(
     fixed={"query_pre_attn_scalar": 1.0},
     renamed={"top_k_experts": "num_experts_per_tok"},
     reads=ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
-    experts=gemma4_experts,
-    per_layer_input=gemma4_per_layer_input,
-    layer_kinds=gemma4_kinds,
-    of_kind=gemma4_of_kind,
-    shared_layers=last_share_keys,
-    rope_settings=gemma4_rope,
+    experts=ExpertRules(is_normalized=True, shared="intermediate_size", has_norms=True, setting="enable_moe_block"),
+    per_layer_input=heads.gemma4_per_layer_input,
+    layer_kinds=kinds.gemma4_kinds,
+    of_kind=heads.gemma4_of_kind,
+    shared_layers=kinds.last_share_keys,
+    rope_settings=ropes.gemma4_rope,
     rotates_partly=True,
     activation_name="hidden_activation",
     scales_embedding=True,
@@ -118,42 +74,49 @@ _MUSE_GLIMMER = Family(
     | {"hidden_activation": "silu", "final_logit_softcapping": 20.0, "qk_scale_factor": 3.87}
     | {"output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8},
     reads=frozenset({"attention_bias", "final_logit_softcapping", "output_multiplier"}),
-    layer_kinds=windowed_but_every_nth_from_the_end,
-    rotated_layers=rotated_with_a_theta,
+    layer_kinds=kinds.windowed_but_every_nth_from_the_end,
+    rotated_layers=kinds.rotated_with_a_theta,
     activation_name="hidden_activation",
     has_embedding_norm=True,
     norms=Norms(after=True),
     eps_after_setting="post_norm_eps",
     qk_norm="head_unweighted",
-    of_kind=muse_of_kind,
-    has_gate=True,
-    gates=sigmoid_without_bias,
+    of_kind=heads.muse_of_kind,
+    gates=heads.sigmoid_without_bias,
 )
 
 _LLAMA4 = Family(
     usual_defaults(131_072, eps=1e-5, head_dim=128, num_key_value_heads=8, num_experts_per_tok=1)
     | {"attention_chunk_size": 8192, "use_qk_norm": True}
     | {"attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
+    fixed={NUM_SHARED: 1},
     reads=ATTENTION_BIAS,
-    layer_kinds=chunked_where_rotated,
-    rotated_layers=llama4_rotated,
-    rope_settings=llama4_rope,
+    layer_kinds=kinds.chunked_where_rotated,
+    rotated_layers=kinds.llama4_rotated,
+    rope_settings=ropes.llama4_rope,
     dense_size=llama4_size,
-    experts=llama4_experts,
+    experts=ExpertRules(
+        "sigmoid_of_chosen",
+        is_normalized=False,
+        weighs_inputs=True,
+        size="intermediate_size",
+        shared=NUM_SHARED,
+    ),
     is_sparse=is_sparse_in_llama4,
     qk_norm="head_unweighted",
     qk_norm_setting="use_qk_norm",
-    of_kind=llama4_of_kind,
-    query_scale=llama4_scale,
+    of_kind=heads.llama4_of_kind,
+    query_scale=heads.llama4_scale,
 )
 
 _LFM2 = Family(
     usual_defaults(128_000, eps=1e-5, num_key_value_heads=8, tie_word_embeddings=True, conv_L_cache=3),
     fixed={"hidden_act": "silu"},
     renamed={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
-    layer_kinds=convolutions_but_listed,
-    recurrent={CONVOLUTION: short_conv},
-    rope_settings=theta_rope(1_000_000.0),
+    refuses={"sliding_window": None},
+    layer_kinds=kinds.convolutions_but_listed,
+    recurrent={kinds.CONVOLUTION: short_conv},
+    rope_settings=ropes.theta_rope(1_000_000.0),
     qk_norm="head",
 )
 
@@ -163,19 +126,19 @@ _DELTA_NETS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _QWEN35 = Family(
     _DELTA_NETS | {"num_key_value_heads": 4},
     reads=ATTENTION_BIAS,
-    layer_kinds=linear_but_every_nth,
-    recurrent={LINEAR: gated_delta_net},
+    layer_kinds=kinds.linear_but_every_nth,
+    recurrent={kinds.LINEAR: gated_delta_net},
     rotates_partly=True,
     qk_norm="head",
-    has_gate=True,
+    gates=heads.sigmoid_of_elements,
 )
 _QWEN35_MOE = replace(
     _QWEN35,
     defaults=_DELTA_NETS
     | {"num_key_value_heads": 2, "num_experts_per_tok": 8}
-    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    | {"moe_intermediate_size": 512, SHARED_SIZE: 512},
     fixed={"norm_topk_prob": True},
-    experts=qwen_experts,
+    experts=ExpertRules(shared=SHARED_SIZE, has_shared_gate=True),
 )
 
 _LLAMA = Family(usual_defaults(2048), reads=ATTENTION_BIAS | {"mlp_bias"})
@@ -185,7 +148,7 @@ _GEMMA2 = Family(
     | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     reads=ATTENTION_BIAS | {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"},
-    layer_kinds=all_windowed_but_every(2),
+    layer_kinds=kinds.all_windowed_but_every(2),
     activation_name="hidden_activation",
     scales_embedding=True,
     norms=Norms(after=True),
@@ -202,7 +165,7 @@ _GLM4 = Family(
 
 
 _HUNYUAN = Family(
-    usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=hunyuan_rope, qk_norm="head_after"
+    usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=ropes.hunyuan_rope, qk_norm="head_after"
 )
 
 FAMILIES: dict[str, Family] = {
@@ -222,33 +185,35 @@ FAMILIES: dict[str, Family] = {
         defaults=usual_defaults(4096, eps=1e-5, num_key_value_heads=8),
         renamed={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}
         | {"activation_function": "hidden_act"},
-        rope_settings=theta_rope(500_000.0),
+        rope_settings=ropes.theta_rope(500_000.0),
     ),
     "cwm": Family(
         usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128, sliding_window=8192),
         reads=frozenset({"mlp_bias"}),
-        layer_kinds=windowed_but_every_fourth_from_the_first,
-        rope_settings=cwm_rope,
+        layer_kinds=kinds.windowed_but_every_fourth_from_the_first,
+        rope_settings=ropes.cwm_rope,
     ),
-    "mistral": Family(usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=all_windowed),
+    "mistral": Family(
+        usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=kinds.all_windowed
+    ),
     "ministral": Family(
-        usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=windowed_unless_listed
+        usual_defaults(131_072, num_key_value_heads=8, sliding_window=4096), layer_kinds=kinds.windowed_unless_listed
     ),
     "ministral3": Family(
         usual_defaults(262_144, eps=1e-5, num_key_value_heads=8, head_dim=128),
-        layer_kinds=all_windowed,
-        rope_settings=ministral3_rope,
-        query_scale=ministral3_scale,
+        layer_kinds=kinds.all_windowed,
+        rope_settings=ropes.ministral3_rope,
+        query_scale=ropes.ministral3_scale,
     ),
     "qwen2": Family(
         usual_defaults(32_768, **QWEN_WINDOWS),
         fixed={"attention_bias": True, "attention_output_bias": False},
-        layer_kinds=windowed_from_a_layer_on,
+        layer_kinds=kinds.windowed_from_a_layer_on,
     ),
     "qwen3": Family(
         usual_defaults(32_768, head_dim=128, **QWEN_WINDOWS),
         reads=ATTENTION_BIAS,
-        layer_kinds=windowed_from_a_layer_on,
+        layer_kinds=kinds.windowed_from_a_layer_on,
         qk_norm="head",
     ),
     "gemma": Family(
@@ -272,16 +237,16 @@ FAMILIES: dict[str, Family] = {
     "muse_glimmer_text": _MUSE_GLIMMER,
     "phi3": Family(
         usual_defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
-        layer_kinds=all_windowed,
-        rope_settings=phi3_rope,
+        layer_kinds=kinds.all_windowed,
+        rope_settings=ropes.phi3_rope,
         rotates_partly=True,
     ),
     "smollm3": Family(
         usual_defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
         reads=ATTENTION_BIAS | {"mlp_bias"},
-        layer_kinds=windowed_where_not_rotated,
-        rotated_layers=rotated_but_every_nth,
-        rope_settings=theta_rope(2_000_000.0),
+        layer_kinds=kinds.windowed_where_not_rotated,
+        rotated_layers=kinds.rotated_but_every_nth,
+        rope_settings=ropes.theta_rope(2_000_000.0),
     ),
     "olmo2": Family(
         usual_defaults(2048, eps=1e-5),
@@ -292,25 +257,25 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         usual_defaults(2048, eps=1e-5, sliding_window=4096),
         reads=ATTENTION_BIAS,
-        layer_kinds=all_windowed_but_every(4),
-        rope_settings=olmo3_rope,
+        layer_kinds=kinds.all_windowed_but_every(4),
+        rope_settings=ropes.olmo3_rope,
         norms=Norms(before=False, after=True),
         qk_norm="all",
     ),
     "olmo_hybrid": Family(
         usual_defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
         reads=ATTENTION_BIAS,
-        layer_kinds=linear_but_every_fourth_or_the_last,
-        recurrent={LINEAR: olmo_hybrid_delta_net},
-        rotated_layers=rotated_unless_theta_is_null,
+        layer_kinds=kinds.linear_but_every_fourth_or_the_last,
+        recurrent={kinds.LINEAR: olmo_hybrid_delta_net},
+        rotated_layers=kinds.rotated_unless_theta_is_null,
         norms=Norms(before=False, after=True),
-        norms_by_kind={LINEAR: Norms()},
+        norms_by_kind={kinds.LINEAR: Norms()},
         qk_norm="all",
     ),
     "exaone4": Family(
         usual_defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),
-        layer_kinds=exaone4_kinds,
-        rotated_layers=rotated_where_windowed,
+        layer_kinds=kinds.exaone4_kinds,
+        rotated_layers=kinds.rotated_where_windowed,
         norms=Norms(before=False, after=True),
         qk_norm="head",
     ),
@@ -318,7 +283,7 @@ FAMILIES: dict[str, Family] = {
     "nanochat": Family(
         usual_defaults(2048, hidden_act="relu2", final_logit_softcapping=15.0),
         reads=ATTENTION_BIAS | {"final_logit_softcapping"},
-        rope_settings=nanochat_rope,
+        rope_settings=ropes.nanochat_rope,
         is_gated=False,
         has_embedding_norm=True,
         norms=Norms(have_weight=False),
@@ -326,7 +291,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": replace(
-        _HUNYUAN, defaults={**_HUNYUAN.defaults, "num_experts": 1, "moe_topk": 1}, experts=hunyuan_experts
+        _HUNYUAN,
+        defaults={**_HUNYUAN.defaults, "num_experts": 1, "num_experts_per_tok": 1},
+        fixed={NUM_SHARED: 1},
+        renamed={"moe_topk": "num_experts_per_tok"},
+        experts=ExpertRules(is_normalized=True, size="intermediate_size", shared=NUM_SHARED),
     ),
     "seed_oss": Family(
         usual_defaults(524_288, num_key_value_heads=8, head_dim=128)
@@ -340,13 +309,13 @@ FAMILIES: dict[str, Family] = {
         usual_defaults(131_072, eps=1e-5, num_key_value_heads=2, head_dim=128, tie_word_embeddings=True),
         reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"use_bias": ("attention_bias", "mlp_bias")},
-        rope_settings=theta_rope(500_000.0),
+        rope_settings=ropes.theta_rope(500_000.0),
     ),
     "helium": Family(
         usual_defaults(4096, eps=1e-8, num_key_value_heads=20, head_dim=128),
         fixed={"attention_output_bias": False},
         reads=frozenset({"attention_bias", "mlp_bias"}),
-        rope_settings=theta_rope(100_000.0),
+        rope_settings=ropes.theta_rope(100_000.0),
     ),
     "lfm2": replace(
         _LFM2,
@@ -358,22 +327,22 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": replace(
         _LFM2,
         defaults={**_LFM2.defaults}
-        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "first_k_dense_replace": 2}
         | {"use_expert_bias": True, "norm_topk_prob": True},
-        experts=lfm2_experts,
-        is_sparse=is_sparse_in_lfm2,
+        renamed={**_LFM2.renamed, "num_dense_layers": "first_k_dense_replace"},
+        experts=ExpertRules("sigmoid", floor=1e-6, is_scaled=True, has_correction="use_expert_bias"),
+        is_sparse=is_sparse_after_the_first,
     ),
     "lfm3": replace(
         _LFM2,
         defaults={**_LFM2.defaults, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7}
         | {"sliding_window": 256},
         reads=ATTENTION_BIAS,
-        layer_kinds=lfm3_kinds,
-        rope_settings=lfm3_rope,
+        layer_kinds=kinds.lfm3_kinds,
+        rope_settings=ropes.lfm3_rope,
         rotates_partly=True,
         norms=Norms(after=True),
-        has_gate=True,
-        gates=sigmoid_of_heads,
+        gates=heads.sigmoid_of_heads,
         refuses={"use_sandwich_norm": True, "use_attention_gate": True},
     ),
     "qwen3_5": _QWEN35,

@@ -14,7 +14,7 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortC
 from infer.files.gguf.forms import GGUFForm
 from infer.files.gguf.gguf_writer import Value
 from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
-from infer.models.families import FAMILIES, as_read
+from infer.models.families import FAMILIES, as_read, family_of
 from infer.models.families.config_values import Config
 from infer.models.families.layer_kinds import FULL, SLIDING
 
@@ -37,8 +37,9 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
         architecture: The network of this config.
     """
     attention = architecture.attention
-    if not form.is_encoder:
-        config = as_read(config, FAMILIES[str(config["model_type"])])
+    family = family_of(config)
+    assert family is not None
+    config = as_read(config, family)
     settings = {
         **config,
         "num_hidden_layers": len(architecture.layers),

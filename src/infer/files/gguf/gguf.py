@@ -15,7 +15,7 @@ import numpy as np
 
 from infer.compute.quantization.ggml_types import GGML_TYPES, BlockType
 from infer.errors import ModelFormatError, UnsupportedModelError
-from infer.files.tensors.tensor_info import TensorInfo
+from infer.files.tensors.tensor_info import TensorInfo, aligned, check_layout
 from infer.system.open_file import AGAIN, OpenFile
 
 MAGIC = b"GGUF"
@@ -130,7 +130,8 @@ class _Header:
             if entry.name in tensors:
                 self.fail(f"tensor {entry.name!r:.80}", "appears twice", None)
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
-        self.check_layout(list(tensors.values()), data_start, alignment)
+        start = data_start if tensors else self.position
+        check_layout(self.path, tensors.values(), start, self.file_size, alignment)
         return GGUFFile(self.path, metadata, tensors, (self.file,), value_types)
 
     def read_counts(self) -> tuple[int, int]:
@@ -182,21 +183,6 @@ class _Header:
                 "use a file of the model in one of these types, such as Q4_K_M"
             )
         return self.fail(where, f"{type_id} is not a tensor type", self.position - 4)
-
-    def check_layout(self, tensors: list[TensorInfo], data_start: int, alignment: int) -> None:
-        """Raise ModelFormatError unless tensors are contiguous, padded to the alignment, and end with the file."""
-        end = self.position if not tensors else data_start
-        for info in sorted(tensors, key=lambda info: info.offset):
-            where, expected = f"tensor {info.name!r:.80}", aligned(end, alignment)
-            if info.offset % alignment:
-                self.fail(where, f"the offset is not a multiple of {alignment}", info.offset)
-            if info.offset != expected:
-                problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
-                self.fail(where, f"{problem}: expected it at {expected}, got {info.offset}", info.offset)
-            end = info.end
-        if (size := self.file_size) not in (end, aligned(end, alignment)):
-            problem = "truncated" if size < end else "trailing bytes"
-            self.fail("file size", f"{problem}: expected {end} bytes, got {size}: {AGAIN}", min(end, size))
 
     def read_value(self, key: str) -> TypedValue:
         where = f"key {key!r:.80}"
@@ -300,8 +286,3 @@ class _Header:
 
     def fail(self, where: str, problem: str, offset: int | None) -> NoReturn:
         raise ModelFormatError(self.path, where, problem, offset)
-
-
-def aligned(position: int, alignment: int) -> int:
-    """Return the first multiple of the alignment that is at least the position."""
-    return -(-position // alignment) * alignment

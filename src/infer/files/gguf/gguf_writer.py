@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
-from infer.files.gguf.gguf import ARRAY_ID, MAGIC, NUMBER_CODES, VALUE_TYPE_IDS, TypedValue, ValueType, aligned
+from infer.files.gguf.gguf import ARRAY_ID, MAGIC, NUMBER_CODES, VALUE_TYPE_IDS, TypedValue, ValueType
+from infer.files.tensors.tensor_info import aligned
 from infer.system.atomic import replacing
 
 VERSION = 3

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -36,7 +36,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.files.gguf.forms import form_of
 from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
-from infer.files.tensors.tensor_bytes import DTYPES, bytes_of
+from infer.files.tensors.lazy_weights import stored_rows
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.torch_threads import one_thread
 
@@ -74,13 +74,8 @@ class QuantisableModel(NamedTuple):
 
 def tensor_of_file(info: TensorInfo) -> SourceTensor:
     """Return a tensor of a GGUF file, in the file's form."""
-    row_bytes = BLOCK_TYPES[info.type].row_bytes(info.shape[-1])
-
-    def read(first: int, last: int) -> Tensor:
-        content = torch.from_numpy(bytes_of(info, first * row_bytes, last * row_bytes)).reshape(last - first, -1)
-        return content.view(DTYPES[info.type]) if info.type in DTYPES else content
-
-    return SourceTensor(info.name, info.type, info.shape, read)
+    matrix = replace(info, shape=(prod(info.shape[:-1]), info.shape[-1]))
+    return SourceTensor(info.name, info.type, info.shape, stored_rows(matrix))
 
 
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:

@@ -9,10 +9,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any
 
-from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder, each_expert, is_stack
 from infer.files.tensors.tensor_info import TensorInfo
 
@@ -134,27 +132,6 @@ def _parts(
         starts = range(0, num_rows, ends[-1])
         ranges.setdefault(name, []).extend((start + first, start + end) for start in starts)
     return {
-        f"{at}{name}.{kind}": rows_between(info, *of_part[0]) if len(of_part) == 1 else gathered_rows(info, of_part)
+        f"{at}{name}.{kind}": info.rows(range(*of_part[0])) if len(of_part) == 1 else info.gathered(of_part)
         for name, of_part in ranges.items()
     }
-
-
-def rows_between(info: TensorInfo, first: int, end: int) -> TensorInfo:
-    """Return a tensor with some rows of another tensor."""
-    if info.packed is not None:
-        return gathered_rows(info, [(first, end)])
-    kind, columns = BLOCK_TYPES[info.type], info.shape[1:]
-    if info.column_stride:
-        num_bytes = (end - first) * (info.num_bytes // info.shape[0])
-        offset = info.offset + first * info.row_stride
-        return replace(info, shape=(end - first, *columns), offset=offset, num_bytes=num_bytes)
-    row_bytes = kind.row_bytes(columns[-1]) * prod(columns[:-1]) if columns else kind.block_bytes
-    shape, num_bytes = (end - first, *columns), (end - first) * row_bytes
-    return replace(info, shape=shape, offset=info.offset + first * row_bytes, num_bytes=num_bytes)
-
-
-def gathered_rows(info: TensorInfo, ranges: list[tuple[int, int]]) -> TensorInfo:
-    """Return a tensor with these ranges of another tensor's rows."""
-    num_rows = sum(end - first for first, end in ranges)
-    num_bytes = num_rows * (info.num_bytes // info.shape[0])
-    return replace(info, shape=(num_rows, *info.shape[1:]), num_bytes=num_bytes, row_ranges=tuple(ranges))

@@ -20,7 +20,7 @@ from torch import Tensor
 from infer.compute.operands.weights import FilePlace, FileWeight, StoredWeight, UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
-from infer.files.tensors.quantised_rows import QuantisedRows
+from infer.files.tensors.quantised_rows import QuantisedRows, mxfp4_blocks, unpacked
 from infer.files.tensors.tensor_bytes import DTYPES, bytes_of, memory_for
 from infer.files.tensors.tensor_info import TensorInfo
 
@@ -61,7 +61,7 @@ def read_weight(info: TensorInfo) -> StoredWeight:
     if info.row_stride:
         return StoredWeight(info.type, info.shape, _read_strided(info, 0, info.shape[0]))
     if info.row_ranges:
-        return StoredWeight(info.type, info.shape, _read_ranges(info, _stored_rows(info), 0, info.shape[0]))
+        return StoredWeight(info.type, info.shape, _read_ranges(info, stored_rows(info), 0, info.shape[0]))
     return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
 
 
@@ -72,7 +72,7 @@ def read_row(info: TensorInfo, row: int) -> Tensor:
 
 
 def _unread(info: TensorInfo) -> UnreadWeight:
-    place, read = None, _stored_rows(info)
+    place, read = None, stored_rows(info)
     if info.row_ranges:
         read = partial(_read_ranges, info, read)
     if info.num_paired_heads:
@@ -82,7 +82,7 @@ def _unread(info: TensorInfo) -> UnreadWeight:
     return UnreadWeight(info.type, info.shape, read, place)
 
 
-def _stored_rows(info: TensorInfo) -> ReadRows:
+def stored_rows(info: TensorInfo) -> ReadRows:
     """Return read(first, last), which returns rows in the file's order, in the form of `StoredWeight.data`."""
     if info.packed is not None:
         return QuantisedRows(info, info.packed).read
@@ -132,17 +132,10 @@ def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
 
 
 def _read_mxfp4(info: TensorInfo, scales: TensorInfo, first: int, last: int) -> Tensor:
-    """Return rows of GGML's blocks: the scale, then codes whose low halves are the first 16 values.
-
-    In the file, the two halves of a byte are neighbouring values.
-    """
-    count, num_blocks = last - first, scales.shape[1]
-    codes = _rows(info, first, last, 16 * num_blocks).reshape(count, num_blocks, 2, 8)
-    blocks = memory_for(info, (count, num_blocks, 17))
-    blocks[..., 0] = _rows(scales, first, last, num_blocks)
-    halves = np.stack([codes & 15, codes >> 4], axis=-1).reshape(count, num_blocks, 2, 16)
-    blocks[..., 1:] = halves[:, :, 0] | halves[:, :, 1] << 4
-    return torch.from_numpy(blocks.reshape(count, -1))
+    """Return rows of GGML's blocks. In the file, the two halves of a byte are neighbouring values."""
+    num_blocks = scales.shape[1]
+    codes = unpacked(_rows(info, first, last, 16 * num_blocks), 4)
+    return torch.from_numpy(mxfp4_blocks(codes, _rows(scales, first, last, num_blocks)))
 
 
 def _read_with_factor(info: TensorInfo, factor: TensorInfo, first: int, last: int) -> Tensor:
@@ -164,9 +157,7 @@ def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np
 
 def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
     """Return `StoredWeight.data` of the tensor's bytes from `start` on."""
-    data = memory_for(info, num_bytes)
-    info.file.read_into(info.offset + start, data.data)
-    raw, kind = torch.from_numpy(data), BLOCK_TYPES[info.type]
+    raw, kind = torch.from_numpy(bytes_of(info, start, start + num_bytes)), BLOCK_TYPES[info.type]
     if kind.is_float:
         dtype = DTYPES[info.type]
         return raw.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)

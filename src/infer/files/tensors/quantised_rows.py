@@ -64,7 +64,7 @@ class QuantisedRows:
         codes, rows = self._codes(first, last), np.arange(first, last) // self.packed.block_rows
         scales, zeros = self._scales[rows], None if self._zeros is None else self._zeros[rows]
         if self.type == "MXFP4":
-            return _mxfp4_blocks(codes, scales)
+            return mxfp4_blocks(codes, scales)
         if self.type == "NVFP4_SCALED":
             return _nvfp4_blocks(codes, scales, self._factor)
         if self.type == "F16":
@@ -112,14 +112,14 @@ class QuantisedRows:
         packed = self.packed
         if packed.format == "gptq":
             words = np.ascontiguousarray(self._words_of_all(last - first)[:, first:last].T)
-            return _unpacked(words.view(np.uint8), packed.bits)[:, : self.num_columns]
+            return unpacked(words.view(np.uint8), packed.bits)[:, : self.num_columns]
         if packed.format == "awq":
             begin, end = first // 8, -(-last // 8)
             codes = _unpacked_awq(self._words_of_all(last - first)[:, begin:end])
             return codes[first - 8 * begin : last - 8 * begin]
         row_bytes = packed.codes.num_bytes // packed.num_rows
         content = bytes_of(packed.codes, first * row_bytes, last * row_bytes).reshape(last - first, row_bytes)
-        return _unpacked(content, packed.bits)[:, : self.num_columns]
+        return unpacked(content, packed.bits)[:, : self.num_columns]
 
     def _words_of_all(self, num_rows: int) -> NDArray[np.uint32]:
         """Return all words. Free them after as many rows as the matrix has were read."""
@@ -189,9 +189,9 @@ class QuantisedRows:
         if packed.format == "awq":
             return _unpacked_awq(words)
         if packed.format == "gptq":
-            stored = _unpacked(words.view(np.uint8), packed.bits)
+            stored = unpacked(words.view(np.uint8), packed.bits)
             return ((stored + packed.zeros_lack) & ((1 << packed.bits) - 1)).T
-        return _unpacked(np.ascontiguousarray(words.T).view(np.uint8), packed.bits)[:, : packed.num_rows].T
+        return unpacked(np.ascontiguousarray(words.T).view(np.uint8), packed.bits)[:, : packed.num_rows].T
 
 
 def _check_halves(info: TensorInfo, numbers: Floats, name: str) -> Floats:
@@ -210,7 +210,7 @@ def _floats_of(info: TensorInfo) -> Floats:
     return torch.from_numpy(content).view(DTYPES[info.type]).float().numpy()
 
 
-def _unpacked(content: Bytes, bits: int) -> Codes:
+def unpacked(content: Bytes, bits: int) -> Codes:
     """Return rows of codes that are contiguous in the rows of bytes, the lowest bits first."""
     if bits == 3:  # codes that cross bytes
         stream = np.unpackbits(content, axis=1, bitorder="little").reshape(len(content), -1, 3)
@@ -256,7 +256,8 @@ def _blocks(
     return blocks.reshape(len(codes), -1)
 
 
-def _mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
+def mxfp4_blocks(codes: Codes, exponents: Bytes) -> NDArray[np.uint8]:
+    """Return GGML's blocks: the exponent, then codes whose low halves are the first 16 values."""
     q = codes.reshape(*exponents.shape, _BLOCK)
     halves = q[:, :, :16] | (q[:, :, 16:] << 4)
     return np.concatenate((exponents[:, :, None], halves), axis=2).reshape(len(codes), -1)

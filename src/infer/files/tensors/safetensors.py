@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infer.errors import ModelError, ModelFormatError
-from infer.files.tensors.tensor_info import TensorInfo
+from infer.files.tensors.tensor_info import TensorInfo, check_layout
 from infer.system.json_limits import inside, parse_json, read_json_file
 from infer.system.open_file import AGAIN, OpenFile
 
@@ -67,13 +67,8 @@ def read_with_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Any
     metadata = header.pop("__metadata__", {})
     _check_count(path, len(header))
 
-    spans: list[tuple[int, int, str]] = []
-    tensors: dict[str, TensorInfo] = {}
-    for name, entry in header.items():
-        dtype, shape, begin, end = _read_entry(path, name, entry)
-        spans.append((begin, end, name))
-        tensors[name] = TensorInfo(file, name, dtype, shape, data_start + begin, end - begin)
-    _check_layout(path, sorted(spans), data_start, file.size)
+    tensors = {name: _read_entry(file, name, entry, data_start) for name, entry in header.items()}
+    check_layout(path, tensors.values(), data_start, file.size)
     return tensors, metadata if isinstance(metadata, dict) else {}, head
 
 
@@ -82,9 +77,9 @@ def _check_count(path: Path, num_tensors: int) -> None:
         raise ModelFormatError(path, "header", f"expected at most {MAX_TENSORS} tensors, got {num_tensors}", 8)
 
 
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _read_entry(file: OpenFile, name: str, entry: Any, data_start: int) -> TensorInfo:
     def fail(problem: str) -> NoReturn:
-        raise ModelFormatError(path, f"tensor {name!r:.80}", problem)
+        raise ModelFormatError(file.path, f"tensor {name!r:.80}", problem)
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         fail("expected an object of dtype, shape and data_offsets")
@@ -99,25 +94,11 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...]
     expected = prod(shape) * _BITS[dtype]
     if (end - begin) * 8 != expected:
         fail(f"{tuple(shape)} of {dtype} are {expected // 8} bytes, but data_offsets give {end - begin}")
-    return dtype, tuple(shape), begin, end
+    return TensorInfo(file, name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
 def _are_counts(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-
-
-def _check_layout(path: Path, spans: list[tuple[int, int, str]], data_start: int, size: int) -> None:
-    previous = 0
-    for begin, end, name in spans:
-        if begin != previous:
-            problem = "overlaps the tensor before it" if begin < previous else "leaves a hole before it"
-            problem = f"{problem}: expected it at {previous} of the data, got {begin}"
-            raise ModelFormatError(path, f"tensor {name!r:.80}", problem, data_start + begin)
-        previous = end
-    if data_start + previous != size:
-        problem = "truncated" if size < data_start + previous else "trailing bytes"
-        problem = f"{problem}: expected {data_start + previous} bytes, got {size}: {AGAIN}"
-        raise ModelFormatError(path, "file size", problem)
 
 
 def read_index(index: Path) -> dict[str, str]:

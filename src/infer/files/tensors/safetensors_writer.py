@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from infer.files.tensors.tensor_bytes import bytes_of
 from infer.files.tensors.tensor_info import TensorInfo
 
 _TYPE_BY_DTYPE = {
@@ -27,12 +27,10 @@ def read_tensor(info: TensorInfo, check: Callable[[memoryview], None] = lambda b
     if info.type not in _DTYPE_BY_TYPE:
         info.fail(f"expected plain numbers, got {info.type}")
     dtype = _DTYPE_BY_TYPE[info.type]
-    block = np.empty(info.num_bytes, np.uint8)
-    info.file.read_into(info.offset, block.data)
+    block = bytes_of(info)
     check(block.data)
-    return (
-        torch.from_numpy(block).view(dtype).reshape(info.shape) if len(block) else torch.empty(info.shape, dtype=dtype)
-    )
+    values = torch.from_numpy(block).view(dtype) if len(block) else torch.empty(0, dtype=dtype)
+    return values.reshape(info.shape)
 
 
 def write_safetensors(

@@ -45,49 +45,26 @@ def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> 
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
         info.fail(f"expected the same number of rows of gate and up, got the shape {info.shape}")
-    size = all_rows // len(names)
-    found: dict[str, TensorInfo] = {}
+    size, parts, stack = all_rows // len(names), dict[str, TensorInfo](), _one_matrix(info)
     for index, name in enumerate(names):
         rows = range(index, all_rows, len(names)) if order.are_interleaved else range(index * size, (index + 1) * size)
         for expert in range(num_experts):
-            part = (_columns if is_transposed else _rows)(info, expert, rows)
-            found[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part
-    return found
+            first = expert * info.shape[1]
+            if is_transposed:
+                part = stack.rows(range(first, first + info.shape[1])).transposed.rows(rows)
+            else:
+                part = stack.rows(range(first + rows.start, first + rows.stop, rows.step))
+            if info.factor is not None:
+                part = replace(part, factor=info.factor.rows(range(expert, expert + 1)))
+            parts[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part
+    return parts
 
 
-def _rows(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
-    """Return some rows of an expert."""
-    kind, columns, first = BLOCK_TYPES[info.type], info.shape[2:], expert * info.shape[1]
-    row_bytes = kind.row_bytes(columns[0]) if columns else kind.block_bytes
-    part = replace(info, shape=(len(rows), *columns), num_bytes=len(rows) * row_bytes)
-    if info.factor is not None:
-        part = replace(part, factor=_factor(info.factor, expert))
-    if info.scales is None:
-        return _from_row(part, first, rows, row_bytes)
-    num_blocks = columns[0] // _MXFP4.block_size
-    scales = replace(info.scales, shape=(len(rows), num_blocks), num_bytes=len(rows) * num_blocks)
-    part = replace(part, scales=_from_row(scales, first, rows, num_blocks))
-    return _from_row(part, first, rows, num_blocks * _CODES_BYTES)
-
-
-def _factor(factors: TensorInfo, expert: int) -> TensorInfo:
-    """Return the factor of one expert."""
-    num_bytes = factors.num_bytes // factors.shape[0]
-    return replace(factors, shape=(1,), offset=factors.offset + expert * num_bytes, num_bytes=num_bytes)
-
-
-def _columns(info: TensorInfo, expert: int, rows: range) -> TensorInfo:
-    """Return some rows of an expert that are columns in the file."""
-    _, num_columns, all_rows = info.shape
-    size = BLOCK_TYPES[info.type].block_bytes
-    num_bytes = len(rows) * num_columns * size
-    part = replace(info, shape=(len(rows), num_columns), num_bytes=num_bytes, column_stride=all_rows * size)
-    return replace(_from_row(part, expert * num_columns * all_rows, rows, size), row_stride=rows.step * size)
-
-
-def _from_row(info: TensorInfo, first: int, rows: range, row_bytes: int) -> TensorInfo:
-    row_stride = rows.step * row_bytes if rows.step > 1 else 0
-    return replace(info, offset=info.offset + (first + rows.start) * row_bytes, row_stride=row_stride)
+def _one_matrix(info: TensorInfo) -> TensorInfo:
+    """Return a stack as one matrix, or as one vector of biases, with the rows of all experts."""
+    num_rows, scales = info.shape[0] * info.shape[1], info.scales
+    scales = None if scales is None else replace(scales, shape=(num_rows, *scales.shape[2:]))
+    return replace(info, shape=(num_rows, *info.shape[2:]), scales=scales)
 
 
 def _check(info: TensorInfo, kind: str) -> None:

@@ -1,11 +1,12 @@
 """Location of a tensor in a file. Loads no torch: `lazy_weights` makes weights from it."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from infer.errors import ModelFormatError
-from infer.system.open_file import OpenFile
+from infer.system.open_file import AGAIN, OpenFile
 
 # Methods of quantisation, named by the layout of a matrix's codes.
 PackedFormat = Literal["gptq", "awq", "int", "pack", "fp8", "nvfp4", "mxfp4", "mlx"]
@@ -67,6 +68,29 @@ class TensorInfo:
         size = self.num_bytes // max(1, self.shape[0] * self.shape[1])
         return replace(self, shape=self.shape[::-1], row_stride=size, column_stride=self.shape[1] * size)
 
+    def rows(self, chosen: range) -> "TensorInfo":
+        """Return a tensor with some rows of this one."""
+        if self.packed is not None:
+            return self.gathered([(chosen.start, chosen.stop)])
+        row_bytes = self.num_bytes // max(1, self.shape[0])
+        stride, scales = self.row_stride or row_bytes, self.scales
+        if scales is not None:  # the bytes of a row have its scales, too, which are elsewhere
+            stride, scales = row_bytes - scales.num_bytes // scales.shape[0], scales.rows(chosen)
+        return replace(
+            self,
+            shape=(len(chosen), *self.shape[1:]),
+            offset=self.offset + chosen.start * stride,
+            num_bytes=len(chosen) * row_bytes,
+            row_stride=stride * chosen.step if self.row_stride or chosen.step > 1 else 0,
+            scales=scales,
+        )
+
+    def gathered(self, ranges: Sequence[tuple[int, int]]) -> "TensorInfo":
+        """Return a tensor with these ranges of this one's rows."""
+        num_rows = sum(end - first for first, end in ranges)
+        num_bytes = num_rows * (self.num_bytes // self.shape[0])
+        return replace(self, shape=(num_rows, *self.shape[1:]), num_bytes=num_bytes, row_ranges=tuple(ranges))
+
     @property
     def path(self) -> Path:
         return self.file.path
@@ -86,3 +110,27 @@ class TensorInfo:
     @property
     def end(self) -> int:
         return self.offset + self.num_bytes
+
+
+def aligned(position: int, alignment: int) -> int:
+    """Return the first multiple of the alignment that is at least the position."""
+    return -(-position // alignment) * alignment
+
+
+def check_layout(path: Path, tensors: Iterable[TensorInfo], start: int, size: int, alignment: int = 1) -> None:
+    """Raise ModelFormatError unless tensors are contiguous from `start`, aligned, and end with a file of this size."""
+    end = start
+    for info in sorted(tensors, key=lambda info: (info.offset, info.end)):
+        expected, problem = aligned(end, alignment), None
+        if info.offset % alignment:
+            problem = f"the offset is not a multiple of {alignment}"
+        elif info.offset != expected:
+            problem = "overlaps the tensor before it" if info.offset < expected else "leaves a hole before it"
+            problem = f"{problem}: expected it at {expected - start} of the data, got {info.offset - start}"
+        if problem is not None:
+            raise ModelFormatError(path, f"tensor {info.name!r:.80}", problem, info.offset)
+        end = info.end
+    if size not in (end, aligned(end, alignment)):
+        problem = "truncated" if size < end else "trailing bytes"
+        problem = f"{problem}: expected {end} bytes, got {size}: {AGAIN}"
+        raise ModelFormatError(path, "file size", problem, min(end, size))

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from infer.files.tensors.fused_tensors import rows_between
 from infer.files.tensors.tensor_info import TensorInfo
 
 
@@ -85,13 +84,16 @@ _GGUF_VECTOR = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
 }
-_TWO_NORMS = {
+_NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
     "operator_norm": "attention_norm",  # LFM2
     "ffn_norm": "mlp_norm",
     "attention_layer_norm": "attention_norm",  # OLMo-hybrid
     "feedforward_layer_norm": "mlp_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+    "pre_mlp_layernorm": "mlp_norm",  # AFMoE
     "post_self_attn_layernorm": "post_attention_norm",  # GLM-4
     "post_mlp_layernorm": "post_mlp_norm",
     "post_attn_norm": "post_attention_norm",  # Kolibri
@@ -101,18 +103,13 @@ _TWO_NORMS = {
     "post_norm2": "post_mlp_norm",
     "ln_1": "attention_norm",  # EXAONE 3
     "ln_2": "mlp_norm",
-}
-_FOUR_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "post_attention_norm",
-    "feedforward_layer_norm": "post_attention_norm",  # OLMo-hybrid, in files of transformers
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-    "pre_mlp_layernorm": "mlp_norm",  # AFMoE
-    "post_mlp_layernorm": "post_mlp_norm",
     "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # Gemma 4, with experts in parallel to the MLP
     "pre_feedforward_layernorm_2": "mlp.experts_norm",
     "post_feedforward_layernorm_2": "mlp.post_experts_norm",
+}
+_NORMS_OF_FOUR = _NORMS | {  # in layers that have a norm before the MLP under a name of its own
+    "post_attention_layernorm": "post_attention_norm",
+    "feedforward_layer_norm": "post_attention_norm",  # OLMo-hybrid, in files of transformers
 }
 # Names of the parts of experts, of LFM2 and Llama 4, and of gated delta nets. Families have several names of one part.
 _PARTS = _compiled(
@@ -273,7 +270,7 @@ def _layer_of(name: str) -> str:
 
 def _renamed(name: str, with_four: Collection[str]) -> str:
     """Return our name. The layers in `with_four` have norms of results."""
-    norms = _FOUR_NORMS if _layer_of(name) in with_four else _TWO_NORMS
+    norms = _NORMS_OF_FOUR if _layer_of(name) in with_four else _NORMS
     for pattern, ours in _PARTS:
         name = pattern.sub(ours, name)
     return _NORM_PATTERN.sub(lambda match: match[1] + norms.get(match[2], match[2]) + match[3], name)
@@ -326,7 +323,7 @@ def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str
     table = tensors.get(name)
     if not num_padded or table is None or table.shape[0] <= num_padded:
         return tensors
-    return {**tensors, name: rows_between(table, num_padded, table.shape[0])}
+    return {**tensors, name: table.rows(range(num_padded, table.shape[0]))}
 
 
 def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import Attention, GatedDeltaNet
-from infer.compute.operands.weights import FileWeight
+from infer.compute.operands.weights import FileWeight, UnreadWeight
 from infer.errors import UnsupportedModelError
 from infer.files.gguf.forms import GGUFForm, form_of
 from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.fused_tensors import FUSED
 from infer.files.tensors.tensor_names import name_in_gguf
-from infer.models.gguf_export.rows import Order, Rows, as_floats, joined, reordered, rows_of, vector_of, with_columns
+from infer.models.gguf_export.rows import Order, as_floats, joined, reordered, rows_of, vector_of, with_columns
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
@@ -32,20 +32,20 @@ _IN_FLOAT32 = re.compile(
     r"(.+\.(ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)|position_embd|token_types)\.weight"
 )
 
-Named = dict[str, Rows]  # by our names
+Named = dict[str, UnreadWeight]  # by our names
 
 
 _MATRIX = re.compile(r"(model\.layers\.[0-9]+\.)(?:mlp\.experts\.([0-9]+)\.)?(.+)\.weight")
 _PARTS = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
-def source_tensor(name: str, shape: tuple[int, ...], rows: Rows) -> SourceTensor:
+def source_tensor(name: str, shape: tuple[int, ...], rows: UnreadWeight) -> SourceTensor:
     """Return a tensor of the file with these values, in the source's type. A stack has three axes."""
 
     def read_vector(first: int, last: int) -> Tensor:
-        return rows.read(0, rows.count).reshape(prod(shape[:-1]), -1)[first:last]
+        return rows.read(0, rows.shape[0]).reshape(prod(shape[:-1]), -1)[first:last]
 
-    return SourceTensor(name, rows.type, shape, read_vector if rows.is_vector else rows.read)
+    return SourceTensor(name, rows.type, shape, read_vector if len(rows.shape) == 1 else rows.read)
 
 
 def export_tensors(
@@ -84,13 +84,13 @@ def export_tensors(
     return [*(source_tensor(each, rows.shape, rows) for each, rows in vectors.items()), *ordered]
 
 
-def _renamed(path: Path, name: str, ours: str, shape: tuple[int, ...], rows: Rows) -> SourceTensor:
+def _renamed(path: Path, name: str, ours: str, shape: tuple[int, ...], rows: UnreadWeight) -> SourceTensor:
     stored = name_in_gguf(ours, form_of(name).names)
     if stored is None:
         raise UnsupportedModelError(f"{path.name}: the tensor {ours!r:.80} has no name in a GGUF file of {name}")
     if ours.endswith(".mlp.shared_gate.weight"):  # llama.cpp's files drop axes of length one
         shape = shape[1:]
-    is_float32 = _IN_FLOAT32.fullmatch(stored) and not rows.is_vector
+    is_float32 = _IN_FLOAT32.fullmatch(stored) and len(rows.shape) > 1
     return source_tensor(stored, shape, as_floats(rows) if is_float32 else rows)
 
 
@@ -107,12 +107,12 @@ def _change_attention(named: Named, form: GGUFForm, prefix: str, mixer: Attentio
             for each in (f"{part}.weight", f"{part}.bias"):
                 if each in named:
                     rotated = mixer.head_dim if mixer.rope is None else 2 * mixer.rope.half
-                    named[each] = reordered(named[each], _in_pairs(named[each].count, heads, rotated))
+                    named[each] = reordered(named[each], _in_pairs(named[each].shape[0], heads, rotated))
     if form.has_gates_in_q:
         for kind in ("weight", "bias"):
             own, gate = (named.pop(f"{prefix}{part}_proj.{kind}", None) for part in ("q", "gate"))
             if own is not None and gate is not None:
-                order = _alternating(mixer.num_heads, own.count)
+                order = _alternating(mixer.num_heads, own.shape[0])
                 named[f"{prefix}q_proj.{kind}"] = reordered(joined([own, gate]), order)
     if form.has_scale_in_q_norm:
         for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
@@ -139,9 +139,9 @@ def _alternating(heads: int, num_rows: int) -> Order:
     return np.arange(2 * num_rows).reshape(2, heads, -1).swapaxes(0, 1).reshape(-1)
 
 
-def _take_stacks(named: Named, form: GGUFForm) -> dict[str, tuple[tuple[int, ...], Rows]]:
+def _take_stacks(named: Named, form: GGUFForm) -> dict[str, tuple[tuple[int, ...], UnreadWeight]]:
     """Remove the tensors of single experts, and return their stacks by our names, each with its shape."""
-    experts: dict[tuple[str, str, str], dict[int, Rows]] = {}
+    experts: dict[tuple[str, str, str], dict[int, UnreadWeight]] = {}
     for each in list(named):
         if match := _EXPERT.fullmatch(each):
             experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
@@ -149,10 +149,10 @@ def _take_stacks(named: Named, form: GGUFForm) -> dict[str, tuple[tuple[int, ...
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
-    found: dict[str, tuple[tuple[int, ...], Rows]] = {}
+    found: dict[str, tuple[tuple[int, ...], UnreadWeight]] = {}
     for (module, part, kind), by_index in experts.items():
         rows = joined([by_index[index] for index in sorted(by_index)])
-        found[f"{module}.{part}_proj.{kind}"] = (len(by_index), rows.count // len(by_index), *rows.shape[1:]), rows
+        found[f"{module}.{part}_proj.{kind}"] = (len(by_index), rows.shape[0] // len(by_index), *rows.shape[1:]), rows
     return found
 
 
@@ -163,7 +163,7 @@ def _change_delta_net(named: Named, name: str, prefix: str, mixer: GatedDeltaNet
     """Give one layer's tensors of a delta net the form of this architecture's files."""
     if mixer.is_decay_log:
         decay = named[f"{prefix}decay"]
-        named[f"{prefix}decay"] = vector_of(-decay.read(0, decay.count).exp())
+        named[f"{prefix}decay"] = vector_of(-decay.data.exp())
     if not form_of(name).fixed["linear_value_heads_are_tiled"]:
         b, a = (named.pop(f"{prefix}{part}_proj.weight") for part in "ba")
         order = _alternating(mixer.num_key_heads, mixer.num_value_heads)

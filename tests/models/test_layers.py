@@ -32,7 +32,7 @@ from infer.files.tensors.lazy_weights import LazyWeights
 from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_tokenizer
-from infer.models.load import FloatsAs, load_transformer
+from infer.models.load import load_transformer
 from infer.models.memory.memory_estimate import LoadSettings, loaded_types
 from infer.models.sharding import check_experts
 from infer.models.transformer import Transformer
@@ -203,7 +203,7 @@ def greedy(model: Transformer, token_ids: list[int], count: int) -> list[int]:
     ("kept", "num_layers"),
     [("auto", 4), *(pytest.param(kept, 30, marks=pytest.mark.slow(rest=1)) for kept in ("q8", "q4"))],
 )
-def test_smollm2_divided_into_experts_answers_as_smollm2(kept: FloatsAs, num_layers: int) -> None:
+def test_smollm2_divided_into_experts_answers_as_smollm2(kept: str, num_layers: int) -> None:
     """Few layers of SmolLM2 are a model, too."""
     checkpoint = open_checkpoint("smollm2")
     whole, weights = make_architecture(checkpoint.config), LazyWeights(checkpoint.tensors)

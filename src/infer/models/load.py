@@ -15,10 +15,10 @@ from infer.compute.operands.mixers import QueryScale, Rope
 from infer.compute.operands.weights import Projection, RopeTable, TextInputWeights
 from infer.models.layers import LoadedLayer, load_layer
 from infer.models.layers.per_layer_input import load_per_layer_weights
-from infer.models.memory.memory_estimate import type_of_keys
+from infer.models.memory.memory_estimate import LoadSettings, loaded_types, type_of_keys
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.transformer import Transformer
-from infer.models.weight_loader import FloatsAs, OnInput, WeightLoader, Weights
+from infer.models.weight_loader import OnInput, WeightLoader, Weights
 
 OnProgress = Callable[[int, int], None]  # (loaded layers, all layers)
 
@@ -29,7 +29,7 @@ def load_transformer(
     *,
     backend: ops.Backend,
     dtype: torch.dtype | None = None,
-    keep_floats_as: FloatsAs = "auto",
+    keep_floats_as: str = "auto",
     precision: ops.Precision = "exact",
     max_seq_len: int | None = None,
     step_limits: StepLimits | None = None,
@@ -51,12 +51,12 @@ def load_transformer(
     check_tensors(architecture, weights)
     backend.check_layers(architecture.layers)
     positions = max_seq_len or architecture.max_positions
+    load = LoadSettings("auto" if dtype is None else str(dtype).removeprefix("torch."), keep_floats_as)
     loader = WeightLoader(
         expected=expected_shapes(architecture),
         weights=weights,
         backend=backend,
-        dtype=dtype,
-        keep_floats_as=keep_floats_as,
+        types=loaded_types(architecture, weights, load),
         precision=precision,
         group=group,
         hidden_size=architecture.hidden_size,

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.compute import ops
 from infer.compute.operands.group import Group, Shares
-from infer.compute.operands.mixers import KEPT_AS_FLOATS, QueryScale, Rope, Shapes
+from infer.compute.operands.mixers import QueryScale, Rope, Shapes
 from infer.compute.operands.weights import (
     ConvertedWeight,
     ExpertFrames,
@@ -26,18 +26,16 @@ from infer.compute.operands.weights import (
     Weight,
 )
 from infer.compute.quantization.ggml_blocks import dequantize
-from infer.compute.quantization.ggml_types import BLOCK_TYPES, TYPES_OF_FLOATS
+from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import quantise
 from infer.errors import ModelError
+from infer.files.tensors.tensor_bytes import DTYPES
 from infer.models.sharding import Range, part_ranges, row_starts, rows_of
 
 Weights = Mapping[str, FileWeight]
 
-FloatsAs = Literal["auto", "bf16", "q8", "q4"]
 EXPERT_PARTS = ("gate", "up", "down")
 OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, its inputs)
-
-_TYPE_BY_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class ExpertMatrices(NamedTuple):
@@ -56,8 +54,7 @@ class WeightLoader:
     expected: Shapes
     weights: Weights
     backend: ops.Backend
-    dtype: torch.dtype | None
-    keep_floats_as: FloatsAs
+    types: Mapping[str, str]  # of matrices after loading, by the names of their tensors
     precision: ops.Precision
     group: Group | None
     hidden_size: int
@@ -92,24 +89,14 @@ class WeightLoader:
         own = self.projection(*names, label=label, ranges=[shares.own] * len(names), is_stack=is_stack)
         return replace(own, shares=shares)
 
-    def stack(self, *names: str, label: str, are_blocks: bool) -> Projection:
-        """Return this rank's rows of experts' matrices. Those of several types are loaded as F32, in which all fit."""
-        return self._of_stack(names).each_by_rows(*names, label=label, are_blocks=are_blocks, is_stack=True)
-
-    def _of_stack(self, names: Sequence[str]) -> Self:
-        """Return the loader of matrices that must have one type."""
-        types = {self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))).type for name in names}
-        return self if len(types) == 1 else replace(self, dtype=torch.float32)
-
     def expert_records(self, num_experts: int) -> ExpertMatrices:
         """Return gate, up and down of a layer's experts, of which some are in memory at a time."""
         assert self.experts is not None
         names = {part: [f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS}
-        loaders = {part: self._of_stack(of_part) for part, of_part in names.items()}
 
         def sources(expert: int) -> list[Weight]:
-            own = ((loaders[part], of_part[expert]) for part, of_part in names.items())
-            return [each._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for each, name in own]
+            own = (of_part[expert] for of_part in names.values())
+            return [self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for name in own]
 
         loaded = self.experts.load(self.layer, sources)
         gate, up, down = (
@@ -133,7 +120,7 @@ class WeightLoader:
         It stays in its file, or is in the device's memory if the backend does not read files.
         """
         if not self.backend.reads_files:
-            return replace(self, dtype=None, keep_floats_as="auto").projection(name, label="table").parts[0]
+            return self.projection(name, label="table").parts[0]
         weight = self.weights[f"{name}.weight"]
         assert isinstance(weight, UnreadWeight)
         return weight
@@ -154,10 +141,6 @@ class WeightLoader:
 
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
-
-    def float_projection(self, name: str, label: str) -> Projection:
-        """Return a projection in float32, whatever the type of the model's weights."""
-        return replace(self, dtype=torch.float32).projection(name, label=label)
 
     def projection(
         self, *names: str, label: str, ranges: Sequence[Range] | None = None, is_stack: bool = False
@@ -200,21 +183,12 @@ class WeightLoader:
         return dense(self.weights[name]).float()[slice(*rows)]
 
     def _weight(self, name: str, rows: Range) -> FileWeight | ConvertedWeight:
-        weight = rows_of(self.weights[name], rows)
-        if self.dtype is not None:
-            return _as_dtype(weight, self.dtype)
-        if self.keep_floats_as == "auto" or weight.type not in TYPES_OF_FLOATS or name.endswith(KEPT_AS_FLOATS):
+        weight, kind = rows_of(self.weights[name], rows), self.types[name]
+        if weight.type == kind:
             return weight
-        if self.keep_floats_as == "bf16" or weight.in_features % 32:
-            return _as_dtype(weight, torch.bfloat16)
-        # The embedding is the head as well, and a head of 4 bits loses more quality than it saves.
-        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
-        kind = "Q4_1" if self.keep_floats_as == "q4" and not is_table else "Q8_0"
+        if (dtype := DTYPES.get(kind)) is not None:
+            return ConvertedWeight(weight, kind, lambda rows: dense(rows).to(dtype))
         return ConvertedWeight(weight, kind, lambda rows: quantise(dense(rows), kind))
-
-
-def _as_dtype(weight: FileWeight, dtype: torch.dtype) -> ConvertedWeight:
-    return ConvertedWeight(weight, _TYPE_BY_DTYPE[dtype], lambda rows: dense(rows).to(dtype))
 
 
 def dense(weight: FileWeight) -> Float[Tensor, "..."]:

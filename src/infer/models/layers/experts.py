@@ -28,7 +28,7 @@ class LoadedExperts:
         used_share = experts.router.num_chosen / experts.router.num_experts
         matrices = _load_matrices(experts.router.num_experts, loader)
         gate, up, down = (replace(each, used_share=used_share) for each in matrices[:3])
-        router_logits = loader.float_projection("mlp.router", label="router")
+        router_logits = loader.projection("mlp.router", label="router")
         weights = ExpertWeights(
             router=experts.router,
             router_logits=router_logits,
@@ -65,9 +65,9 @@ def _load_matrices(num_experts: int, loader: WeightLoader) -> ExpertMatrices:
     if loader.experts is not None:
         return loader.expert_records(num_experts)
     gate, up, down = (
-        loader.stack(
+        loader.each_by_rows(
             *(f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)),
-            label=part, are_blocks=part != "down",
+            label=part, are_blocks=part != "down", is_stack=True,
         )
         for part in EXPERT_PARTS
     )  # fmt: skip
@@ -79,7 +79,7 @@ def _load_shared(experts: Experts, loader: WeightLoader) -> SharedExpert:
     return SharedExpert(
         gate_up=loader.each_by_rows(f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up", are_blocks=True),
         down=loader.by_rows(f"{at}.down_proj", label="shared_down"),
-        gate=loader.float_projection("mlp.shared_gate", label="shared_gate") if experts.has_shared_gate else None,
+        gate=loader.projection("mlp.shared_gate", label="shared_gate") if experts.has_shared_gate else None,
     )
 
 

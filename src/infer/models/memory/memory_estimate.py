@@ -89,7 +89,7 @@ def type_of_keys(architecture: Architecture, tensors: Mapping[str, StoredMatrix]
 
 
 def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
-    """Return the type of each matrix after loading, by name. `models.load` quantises and converts by the same rules."""
+    """Return the type of each matrix after loading, by name. Matrices of experts of several types become F32."""
     shapes = expected_shapes(architecture)
     matrices = (name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1)
     types = {name: _loaded_type(name, tensors[name], load) for name in matrices}

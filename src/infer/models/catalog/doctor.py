@@ -8,9 +8,9 @@ from typing import Any
 from infer.compute.operands.architecture import Architecture
 from infer.errors import ModelError
 from infer.files import Checkpoint, open_checkpoint
-from infer.models.catalog.findings import Finding
 from infer.models.catalog.tensor_checks import BY_TOKEN, OnProgress, TensorSummary, read_tensors
 from infer.models.catalog.tokenizer_checks import (
+    Finding,
     StatedTokens,
     check_templates,
     converter_findings,

@@ -1,6 +1,5 @@
 """Explain a model from its headers: its network layer by layer, its tokenizer, its defaults, its memory. No torch."""
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
 from infer.text.tokenizer.gguf_vocabulary import TokenType
 from infer.text.tokenizer.pre_tokenizers import WITH_SCORES
+from infer.text.tokenizer.tokenizers_library import steps_of
 from infer.text.tokenizer.value_checks import check_metadata
 
 _USES = {"embed": "embeds texts", "rerank": "ranks documents", "classify": "labels texts"}
@@ -208,7 +208,7 @@ def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:
         tokenizer = Tokenizer.from_folder(checkpoint.path)
         vocab_size = tokenizer.backend.get_vocab_size(with_added_tokens=True)
         kind, ids = type(tokenizer.backend.model).__name__, range(vocab_size)
-        cut = ", ".join(_pre_tokenizer_names(tokenizer)) or "none"
+        cut = ", ".join(step["type"] for step in steps_of(tokenizer.backend.pre_tokenizer)) or "none"
     backend = tokenizer.backend
     return TokenizerSummary(
         kind=kind,
@@ -244,12 +244,3 @@ def _without_words(metadata: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequ
     for name, values in (("tokens", texts), ("token_type", types)):
         reduced[f"tokenizer.ggml.{name}"] = [values[index] for index in ids]
     return reduced, ids
-
-
-def _pre_tokenizer_names(tokenizer: Tokenizer) -> Iterator[str]:
-    pre_tokenizer = tokenizer.backend.pre_tokenizer
-    if pre_tokenizer is None:
-        return
-    state = json.loads(pre_tokenizer.__getstate__())
-    for part in state.get("pretokenizers", [state]):
-        yield part["type"]

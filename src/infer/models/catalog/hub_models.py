@@ -6,15 +6,15 @@ Sizes and architectures are written here as data, so that memory and speed are p
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, final
+from typing import Any, final
 
 from infer.compute.operands.architecture import Architecture
+from infer.compute.quantization.file_types import Mixture, Traits, may_quantise
 from infer.files.hub.hub_download import is_hub_reachable
+from infer.files.tensors.tensor_names import name_in_gguf
 from infer.models.catalog.model_forecast import ModelForecast, forecast
 from infer.models.families import make_architecture
 from infer.models.tensors import expected_shapes
-
-Mixture = Literal["Q8_0", "Q4_K_M"]
 
 NUM_OFFERED = 3
 _HUB_SECONDS = 2.0
@@ -35,7 +35,7 @@ class HubModel:
 
     name: str
     num_bytes: int  # of the download
-    mixture: Mixture
+    mixture: str  # a name of `FILE_TYPES`
     config: Mapping[str, Any] = field(repr=False)
 
     @property
@@ -45,36 +45,18 @@ class HubModel:
     @property
     def tensors(self) -> dict[str, StoredAs]:
         """The tensors of the file, with the types that llama.cpp's quantiser gives them."""
-        architecture = self.architecture
-        types = _Types(self.mixture, len(architecture.layers), is_tied=architecture.tied_embeddings)
-        return {name: StoredAs(types.of(name, shape), shape) for name, shape in expected_shapes(architecture).items()}
+        architecture, attention = self.architecture, self.architecture.attention[0]
+        num_layers, group = len(architecture.layers), attention.num_heads // attention.num_kv_heads
+        traits = Traits(num_layers, heads_per_key_head=group, has_output=not architecture.tied_embeddings)
+        mixture, tensors = Mixture(self.mixture, traits, num_layers), dict[str, StoredAs]()
+        for name, shape in expected_shapes(architecture).items():
+            stored = str(name_in_gguf(name, {}))
+            kind = mixture.choose(stored, shape) if may_quantise(stored, shape) else "F32"
+            tensors[name] = StoredAs(kind, shape)
+        return tensors
 
     def forecast(self) -> ModelForecast:
         return forecast(self.architecture, self.tensors)
-
-
-@dataclass(frozen=True)
-class _Types:
-    mixture: Mixture
-    num_layers: int
-    is_tied: bool
-
-    def of(self, name: str, shape: tuple[int, ...]) -> str:
-        if len(shape) < 2:
-            return "F32"
-        if self.mixture == "Q8_0":
-            return "Q8_0"
-        if name == "lm_head.weight" or (self.is_tied and name == "model.embed_tokens.weight"):
-            return "Q6_K"
-        is_precise = name.endswith(("v_proj.weight", "down_proj.weight")) and self._has_more_bits(
-            int(name.split(".")[2])
-        )
-        return "Q6_K" if is_precise else "Q4_K"
-
-    def _has_more_bits(self, layer: int) -> bool:
-        """Return True for a layer with more bits in llama.cpp: the first and last eighth, and every third between."""
-        eighth = self.num_layers // 8
-        return layer < eighth or layer >= 7 * self.num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _llama(**sizes: Any) -> dict[str, Any]:

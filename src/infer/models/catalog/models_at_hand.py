@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infer.compute.operands.architecture import Architecture
+from infer.compute.quantization.file_types import FILE_TYPES
 from infer.errors import InferError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.config import config_from_gguf
@@ -20,13 +21,8 @@ from infer.models.tensors import expected_shapes
 
 Source = Literal["package", "hub", "folder"]
 
-_FILE_TYPES = {  # llama.cpp's names of mixtures, by general.file_type
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
-    40: "Q1_0", 41: "Q2_0",
-}  # fmt: skip
+# Names of mixtures by `general.file_type`.
+_FILE_TYPES = {each.number: name for name, each in FILE_TYPES.items()} | {38: "MXFP4", 39: "NVFP4"}
 
 
 @dataclass(frozen=True)
@@ -57,36 +53,53 @@ def models_at_hand() -> Iterator[ModelAtHand]:
     """
     for name, paths, path in installed_models():
         found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
-        yield _opened(found) if path.is_file() else _with_header(found, paths)
-    for name, path in _in_hub_cache():
-        yield _opened(ModelAtHand(name, "hub", str(path), 0))
-    if (own := models_folder()) is not None:
-        for name, place in folder_models(own):
-            yield _opened(ModelAtHand(name, "folder", place, 0))
+        yield _opened(found, () if path.is_file() else paths)
+    for source, name, place in _models_on_disk():
+        yield _opened(ModelAtHand(name, source, place, 0))
 
 
 def names_at_hand() -> Iterator[tuple[str, str]]:
     """Yield the name and the value for `--model` of each model on this machine, without reading its headers."""
     for name, _, _ in installed_models():
         yield name, name
+    for _, name, place in _models_on_disk():
+        yield name, place
+
+
+def _models_on_disk() -> Iterator[tuple[Source, str, str]]:
+    """Yield the source, the name and the path of each model in the hub's cache and in the user's folder."""
     for name, path in _in_hub_cache():
-        yield name, str(path)
+        yield "hub", name, str(path)
     if (own := models_folder()) is not None:
-        yield from folder_models(own)
+        for name, place in folder_models(own):
+            yield "folder", name, place
 
 
-def _opened(found: ModelAtHand) -> ModelAtHand:
+def _opened(found: ModelAtHand, parts: Sequence[Path] = ()) -> ModelAtHand:
+    """Return the model with the values of its headers.
+
+    `parts` are those of a package that are not assembled yet. The first part contains the header of the whole.
+    """
+    config: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
     try:
-        checkpoint = open_checkpoint(Path(found.path))
+        if parts:
+            file, num_bytes = read_gguf(parts[0], file_size=found.num_bytes), found.num_bytes
+            config, metadata, tensors = config_from_gguf(file), file.metadata, file.tensors
+        else:
+            checkpoint = open_checkpoint(Path(found.path))
+            config, metadata, tensors = checkpoint.config, checkpoint.metadata, checkpoint.tensors
+            num_bytes = sum(file.size for file in checkpoint.files)
     except InferError as error:
         return replace(found, problem=" ".join(str(error).split()))
     return replace(
         found,
-        num_bytes=sum(file.size for file in checkpoint.files),
-        family=str(checkpoint.config.get("model_type")),
-        weights=weights_name(checkpoint.metadata, checkpoint.tensors),
-        context=_context(checkpoint.config),
-        generates=_generates(checkpoint.config),
+        num_bytes=num_bytes,
+        family=str(config.get("model_type")),
+        weights=weights_name(metadata, tensors),
+        context=_context(config),
+        generates=_generates(config),
     )
 
 
@@ -100,24 +113,6 @@ def _generates(config: Mapping[str, Any]) -> bool:
         return not make_architecture(config).reads_whole_texts
     except InferError:  # loading it reports the reason
         return True
-
-
-def _with_header(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
-    """Return the model of a package whose parts are not assembled yet.
-
-    The first part contains the header of the whole.
-    """
-    try:
-        file = read_gguf(parts[0], file_size=found.num_bytes)
-        config = config_from_gguf(file)
-    except InferError as error:
-        return replace(found, problem=" ".join(str(error).split()))
-    return replace(
-        found,
-        family=str(config.get("model_type")),
-        weights=weights_name(file.metadata, file.tensors),
-        context=_context(config),
-    )
 
 
 def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:

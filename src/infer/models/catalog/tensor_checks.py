@@ -1,6 +1,7 @@
 """Check a model's weights in one pass over its files, some rows at a time.
 
 A tensor becomes a `TensorSummary`, and the checks compare summaries. So the memory needed does not grow with the model.
+`weight_errors` compares the matrices with those of another file of the same model.
 """
 
 import re
@@ -18,9 +19,10 @@ from infer.compute.operands.weights import StoredWeight, UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize, scales_of
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import ModelFormatError
-from infer.files.tensors.lazy_weights import LazyWeights
+from infer.files import Checkpoint
+from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.models.catalog.findings import Finding, Kind
+from infer.models.catalog.tokenizer_checks import Finding, Kind
 
 OnProgress = Callable[[int, int], None]
 
@@ -233,3 +235,31 @@ def _finding(summary: TensorSummary, kind: Kind, problem: str) -> Finding:
     if summary.num_infinite and summary.info.type == "F16":
         fix += " as BF16 or F32: F16 ends at 65,504"
     return Finding(kind, place, problem, fix)
+
+
+def weight_errors(reference: Checkpoint, other: Checkpoint, on_progress: OnProgress) -> dict[str, float]:
+    """Return ‖other − reference‖ / ‖reference‖ of each matrix, by our names.
+
+    It is empty if the checkpoints have different networks, whose matrices differ in names or shapes. A matrix whose
+    error is not a finite number is left out. Raises ModelError if reading fails.
+    """
+    ours, theirs = (_matrices(each.tensors) for each in (reference, other))
+    if {name: info.shape for name, info in ours.items()} != {name: info.shape for name, info in theirs.items()}:
+        return {}
+    found, done, total = dict[str, float](), 0, sum(prod(info.shape) for info in ours.values())
+    weights, others = LazyWeights(ours), LazyWeights(theirs)
+    for name, info in ours.items():
+        difference = size = 0.0
+        for right, near in zip(pieces(weights, name, info), pieces(others, name, theirs[name]), strict=True):
+            expected = as_float32(right).data
+            difference += float((as_float32(near).data - expected).square().sum())
+            size += float(expected.square().sum())
+            done += expected.numel()
+            on_progress(done, total)
+        if size > 0 and isfinite(error := sqrt(difference / size)):
+            found[name] = error
+    return found
+
+
+def _matrices(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    return {name: info for name, info in tensors.items() if len(info.shape) == 2}

@@ -8,11 +8,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from infer.errors import InvalidRequestError, ModelError
 from infer.files import Checkpoint
-from infer.models.catalog.findings import Finding
 from infer.system.json_limits import read_json_file
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder, with_default_ids
@@ -25,6 +24,23 @@ _TURN = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content"
 _MARKER = re.compile(r"<\|[^<>|\s]{1,64}\|?>|<[^<>|\s]{1,64}\|>|<(?:start|end)_of_[a-z_]{1,32}>|<｜[^<>\s]{1,64}｜>")
 _ID_NAMES = ("bos", "eos", "eot", "eom")
 _GGUF, _MAX_LISTED = "tokenizer.ggml.", 5
+
+
+Kind = Literal["network", "ids", "vocabulary", "template", "converter", "not finite", "zeros", "scales", "outlier"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault of a model's files: its place, the value with the rule that it breaks, and the fix."""
+
+    kind: Kind
+    place: str  # the tensor or the key, by its name in the file
+    problem: str
+    fix: str
+    requantise: str = ""  # the tensor that must be quantised again
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.problem}: {self.fix}"
 
 
 @dataclass(frozen=True)

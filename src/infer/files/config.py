@@ -105,10 +105,9 @@ def _encoder(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
         "num_hidden_layers": values.count("block_count", most=len(file.tensors)),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads,
-        "tie_word_embeddings": True,
     }
     config |= _read(ENCODER_KEYS, values, form, has_experts=False)
-    config |= {**_flags(values, form.flags), **form.fixed}
+    config |= {**_flags(values, {**_FLAGS, **form.flags}), **form.fixed}
     return config | ({} if form.derived is None else form.derived(values, config))
 
 

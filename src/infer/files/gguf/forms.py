@@ -18,8 +18,8 @@ from infer.files.gguf.gguf_values import (
     layers_that_rotate_in_windows,
     learned_positions,
     parts_in_parallel,
-    rotated_positions,
     short_convolutions,
+    types_of_texts,
 )
 from infer.files.gguf.keys import ENCODER_KEYS, EPS, KEYS, RMS_EPS, Key
 from infer.files.tensors.stacked_experts import PLAIN, StackOrder
@@ -85,9 +85,8 @@ _GATED_UP = {_GATE_UP: "ffn_up"}
 _AFTER_ATTENTION = {"mlp_norm": "post_attention_norm"}
 _ENCODER_NAMES = {"model.embed_norm": "token_embd_norm"}
 _ENCODER_NAMES |= {"post_attention_norm": "attn_output_norm", "post_mlp_norm": "layer_output_norm"}
-_QKV_BIAS, _UP_BIAS = (".attn_q.bias", ".attn_qkv.bias"), "blk.0.ffn_up.bias"
 _NORMALIZED = {"norm_topk_prob": True}  # a constant of llama.cpp
-_SIGMOID = 2  # a value of `expert_gating_func`
+SIGMOID = 2  # a value of `expert_gating_func`
 _SIGMOID_KEYS = ("expert_gating_func", "expert_weights_norm", "expert_weights_scale", "leading_dense_block_count")
 _DELTA_NETS = (
     *(key.key for key in KEYS if key.key.startswith("ssm.")),
@@ -245,7 +244,7 @@ FORMS |= {
         model_type="lfm2_moe",
         keys=("shortconv.l_cache", *_SIGMOID_KEYS),
         settings={"expert_weights_norm": None},
-        only={"expert_gating_func": _SIGMOID},
+        only={"expert_gating_func": SIGMOID},
         fixed=_LFM2.fixed | _NORMALIZED,
         flags={"use_expert_bias": ".exp_probs_b.bias"},
     ),
@@ -254,7 +253,7 @@ FORMS |= {
         "laguna",
         keys=_SIGMOID_KEYS,
         settings={"expert_weights_norm": None, "leading_dense_block_count": None},
-        only={"expert_gating_func": _SIGMOID, "expert_weights_norm": True},
+        only={"expert_gating_func": SIGMOID, "expert_weights_norm": True},
         differing=("attention.head_count",),
         derived=layers_of_other_heads,
     ),
@@ -270,9 +269,7 @@ FORMS |= {
         "nomic_bert",
         is_encoder=True,
         keys=("rope.freq_base",),
-        settings={"rope.freq_base": None},
-        flags={"qkv_proj_bias": _QKV_BIAS, "mlp_fc1_bias": _UP_BIAS},
-        derived=rotated_positions,
+        derived=types_of_texts,
         fused=(_QKV,),
         names=_ENCODER_NAMES,
     ),
@@ -280,10 +277,8 @@ FORMS |= {
         "modernbert",
         is_encoder=True,
         keys=tuple(key.key for key in ENCODER_KEYS if key.needs == "form"),
-        settings={"rope.freq_base": "global_rope_theta", _LOCAL_BASE: "local_rope_theta"}
-        | {"attention.sliding_window": "local_attention"}
-        | {"attention.sliding_window_pattern": "global_attn_every_n_layers"},
-        flags={"norm_bias": "token_embd_norm.bias", "attention_bias": _QKV_BIAS, "mlp_bias": _UP_BIAS},
+        settings={"attention.sliding_window": "local_attention"},
+        flags={"norm_bias": "token_embd_norm.bias"},
         fused=(_QKV, _GATE_UP),
         names=_ENCODER_NAMES | _GATED_UP,
     ),

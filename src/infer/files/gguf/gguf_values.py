@@ -210,16 +210,12 @@ def learned_positions(values: GGUFValues, config: Mapping[str, Any]) -> dict[str
     table = tensors.get("position_embd.weight")
     most = length if table is None else table.shape[0]
     limit = {"text_limit": length} if length < most else {}
-    return {"max_position_embeddings": most, "type_vocab_size": _num_types(values), **limit}
+    return {"max_position_embeddings": most, **types_of_texts(values, config), **limit}
 
 
-def rotated_positions(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an encoder with a rope and a table of types."""
-    return {"rope_parameters": {"rope_theta": values.real("rope.freq_base")}, "type_vocab_size": _num_types(values)}
-
-
-def _num_types(values: GGUFValues) -> int:
+def types_of_texts(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the setting of a table of types."""
     types = values.file.tensors.get("token_types.weight")
     if types is None:
-        return 0
-    return types.shape[0] if len(types.shape) > 1 else 1
+        return {"type_vocab_size": 0}
+    return {"type_vocab_size": types.shape[0] if len(types.shape) > 1 else 1}

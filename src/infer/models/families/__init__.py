@@ -2,13 +2,13 @@
 
 A config is a mapping with the names of Hugging Face's `config.json`; `files` gives GGUF metadata the same names. A
 `Family` describes the values that its published configs leave out, and the optional settings that its code reads.
-`table` has one row per family, and `NEEDS` names unsupported families. A setting that `transformers` ignores is
-ignored here, unless other engines read it: then it is refused.
+`table` and `encoders` have one row per family. An unsupported family is refused with the part that it needs. A setting
+that `transformers` ignores is ignored here, unless other engines read it: then it is refused.
 """
 
 from dataclasses import replace
 
-from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.architecture import Architecture, Layer, Norms
 from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
 from infer.compute.operands.mixers import Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
@@ -25,26 +25,19 @@ from infer.models.families.widths import head_dim_of, num_layers_of
 
 __all__ = ["ENCODERS", "FAMILIES", "as_read", "family_of", "make_architecture"]
 
-_LATENT = "latent attention"
-_STATES = "the state-space layers of Mamba2"
-_ALTUP = "four parallel residual streams"
-# Unsupported parts that models need, by the model's name in Hugging Face's and GGUF's files.
-NEEDS: dict[str, str] = {
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "deepseek2": _LATENT,
-    "kimi_k2": _LATENT,
-    "glm4_moe_lite": _LATENT,
-    "granitemoehybrid": _STATES,
-    "nemotron_h": _STATES,
-    **dict.fromkeys(("mpnet", "bloom", "mpt"), "a bias of attention by distance"),
-    **dict.fromkeys(("deepseek_v32", "minicpm3", "longcat_flash", "kimi_linear", "youtu", "sarvam_mla"), _LATENT),
-    **dict.fromkeys(("mamba2", "bamba", "falcon_h1", "zamba2"), _STATES),
-    "apertus": "the activation xIELU",
-    "gemma3n": _ALTUP,
-    "gemma3n_text": _ALTUP,
-    "mistral3": "the model_type of its text_config",
+# Unsupported parts, and the models that need them, by their names in Hugging Face's and GGUF's files.
+_MODELS_BY_PART = {
+    "latent attention": (
+        *("deepseek_v2", "deepseek_v3", "deepseek2", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "minicpm3"),
+        *("longcat_flash", "kimi_linear", "youtu", "sarvam_mla"),
+    ),
+    "the state-space layers of Mamba2": ("granitemoehybrid", "nemotron_h", "mamba2", "bamba", "falcon_h1", "zamba2"),
+    "a bias of attention by distance": ("mpnet", "bloom", "mpt"),
+    "the activation xIELU": ("apertus",),
+    "four parallel residual streams": ("gemma3n", "gemma3n_text"),
+    "the model_type of its text_config": ("mistral3",),
 }
+_NEEDS = {model: part for part, models in _MODELS_BY_PART.items() for model in models}
 
 
 def make_architecture(config: Config) -> Architecture:
@@ -53,8 +46,8 @@ def make_architecture(config: Config) -> Architecture:
     Raises UnsupportedModelError for an unsupported family or setting, and ModelError for an invalid value.
     """
     name = str(config.get("model_type", ""))
-    if name in NEEDS:
-        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {NEEDS[name]}")
+    if name in _NEEDS:
+        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {_NEEDS[name]}")
     if (family := family_of(config)) is None:
         names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
         code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
@@ -74,17 +67,18 @@ def make_architecture(config: Config) -> Architecture:
     if flag(config, scales) if isinstance(scales, str) else scales:
         embedding *= count(config, "hidden_size") ** 0.5
     inputs = None if family.text_inputs is None else family.text_inputs(config)
+    layers = _layers(config, family)
     architecture = Architecture(
         family=name,
         vocab_size=count(config, "vocab_size"),
         hidden_size=count(config, "hidden_size"),
-        layers=_layers(config, family),
+        layers=layers,
         norm_eps=positive({"rms_norm_eps": positive(config, "rms_norm_eps") / residual**2}, "rms_norm_eps"),
         max_positions=(inputs and inputs.num_positions) or count(config, "max_position_embeddings"),
         text_limit=optional_count(config, "text_limit"),
         has_embedding_norm=family.has_embedding_norm,
         text_inputs=inputs,
-        has_last_norm=not family.norms.of_sum,
+        has_last_norm=not layers[-1].norms.of_sum,
         embedding_scale=positive({"embedding_multiplier": embedding / residual}, "embedding_multiplier"),
         logit_scale=positive(config, "output_multiplier", 1.0) / positive(config, "logits_scaling", 1.0),
         logit_softcap=optional_positive(config, "final_logit_softcapping"),
@@ -127,13 +121,8 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
         dense = Dense(
             family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"), is_gated=family.is_gated
         )
-    norms, sources = family.norms, family.shared_layers(config, kinds)
-    if family.parallel_setting is not None and not flag(config, family.parallel_setting):
-        norms = replace(norms, parallel=None)
-    if family.norm_bias_setting is not None:
-        norms = replace(norms, have_bias=flag(config, family.norm_bias_setting))
-    if family.eps_after_setting is not None:
-        norms = replace(norms, eps_after=positive(config, family.eps_after_setting))
+    norms = family.norms if isinstance(family.norms, Norms) else family.norms(config)
+    sources = family.shared_layers(config, kinds)
     own_input = family.per_layer_input(config, activation)
     layers = [
         Layer(

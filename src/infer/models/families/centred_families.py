@@ -1,13 +1,22 @@
 """Families whose norms subtract the mean (LayerNorm), as rows of the table. Some attend in parallel to the MLP."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from infer.compute.operands.architecture import Norms, TextInputs
 from infer.models.families import layer_kinds as kinds
 from infer.models.families import ropes
-from infer.models.families.config_values import count
+from infer.models.families.config_values import Config, count, flag
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
 from infer.models.families.widths import four_times_hidden
+
+
+def _parallel_if_set(norms: Literal["one", "two"]) -> Callable[[Config], Norms]:
+    """Return a reader of the norms of layers whose parts are parallel if `use_parallel_residual` is true."""
+    usual = Norms(are_centred=True, have_bias=True)
+    return lambda config: replace(usual, parallel=norms if flag(config, "use_parallel_residual") else None)
+
 
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
@@ -52,8 +61,7 @@ CENTRED: dict[str, Family] = {
         reads=ATTENTION_BIAS,
         renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
         rotates_partly=True,
-        norms=Norms(are_centred=True, have_bias=True, parallel="one"),
-        parallel_setting="use_parallel_residual",
+        norms=_parallel_if_set("one"),
         refuses={"qk_layernorm": False},
     ),
     "jais2": Family(
@@ -101,7 +109,6 @@ CENTRED: dict[str, Family] = {
         | {"rotary_emb_base": "rope_theta"},
         rotates_partly=True,
         is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True, parallel="two"),
-        parallel_setting="use_parallel_residual",
+        norms=_parallel_if_set("two"),
     ),
 }

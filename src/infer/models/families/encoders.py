@@ -9,7 +9,7 @@ from infer.compute.operands.architecture import Norms, TextInputs
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families import layer_kinds as kinds
 from infer.models.families import ropes
-from infer.models.families.config_values import Config, count
+from infer.models.families.config_values import Config, count, flag
 from infer.models.families.family import Family, usual_defaults
 from infer.models.families.widths import ACTIVATIONS
 
@@ -106,7 +106,6 @@ ENCODERS: dict[str, Family] = {
         rope_settings=ropes.rope_by_kind(160_000.0, 10_000.0, is_flat=True),
         activation_name="hidden_activation",
         text_inputs=lambda config: TextInputs(),
-        norms=Norms(are_centred=True),
-        norm_bias_setting="norm_bias",
+        norms=lambda config: Norms(are_centred=True, have_bias=flag(config, "norm_bias")),
     ),
 }

@@ -74,11 +74,8 @@ class Family:
     has_embedding_norm: bool = False
     text_inputs: Callable[[Config], TextInputs] | None = None
     is_encoder: bool = False
-    norms: Norms = _PRE_NORMS
-    parallel_setting: str | None = None  # the setting that decides if `norms` are of parallel parts
-    norm_bias_setting: str | None = None  # the setting that decides if `norms` have a bias
+    norms: Norms | Callable[[Config], Norms] = _PRE_NORMS
     norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms
-    eps_after_setting: str | None = None  # the setting with the eps of norms of results, if it differs
     experts: ExpertRules | None = None
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
     qk_norm: QKNorm | None = None

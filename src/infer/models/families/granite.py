@@ -5,6 +5,7 @@ from dataclasses import replace
 from infer.compute.operands.architecture import Norms
 from infer.models.families import layer_kinds as kinds
 from infer.models.families import ropes
+from infer.models.families.config_values import positive
 from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
 
 _GRANITE = Family(
@@ -20,8 +21,7 @@ GRANITE: dict[str, Family] = {
         defaults=usual_defaults(2048),
         reads=_GRANITE.reads - {"logits_scaling"} | {"output_multiplier"},
         renamed={"logits_scaling": "output_multiplier"},
-        norms=Norms(after=True),
-        eps_after_setting="rms_norm_eps",
+        norms=lambda config: Norms(after=True, eps_after=positive(config, "rms_norm_eps")),
         refuses={"use_post_norm": True},
     ),
     "granite_swa": replace(

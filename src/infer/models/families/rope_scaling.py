@@ -53,14 +53,6 @@ def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
     return scaled(rope, given, config)
 
 
-def _default(rope: Rope, given: Config, config: Config) -> Rope:
-    return rope
-
-
-def _backwards(rope: Rope, given: Config, config: Config) -> Rope:
-    return replace(rope, frequency_factors=(-1.0,) * rope.half)
-
-
 def _proportional(rope: Rope, given: Config, config: Config) -> Rope:
     """Rotate only the first pairs of a head, with the frequencies that they would have if all pairs rotated."""
     partial = positive(given, "partial_rotary_factor", 1.0)
@@ -69,10 +61,6 @@ def _proportional(rope: Rope, given: Config, config: Config) -> Rope:
         raise ModelError(f"config: partial_rotary_factor must be above 0 and at most 1, got {partial:g}")
     factor = positive(given, "factor", 1.0)
     return replace(rope, frequency_factors=(factor,) * num_turned + (math.inf,) * (rope.half - num_turned))
-
-
-def _linear(rope: Rope, given: Config, config: Config) -> Rope:
-    return replace(rope, frequency_factors=(positive(given, "factor"),) * rope.half)
 
 
 def _dynamic(rope: Rope, given: Config, config: Config) -> Rope:
@@ -157,10 +145,10 @@ def _original_positions(given: Config, config: Config) -> int:
 
 
 _KINDS: dict[str, Callable[[Rope, Config, Config], Rope]] = {
-    "default": _default,
-    "backwards": _backwards,
+    "default": lambda rope, given, config: rope,
+    "backwards": lambda rope, given, config: replace(rope, frequency_factors=(-1.0,) * rope.half),
     "proportional": _proportional,
-    "linear": _linear,
+    "linear": lambda rope, given, config: replace(rope, frequency_factors=(positive(given, "factor"),) * rope.half),
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

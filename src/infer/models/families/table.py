@@ -10,6 +10,7 @@ from infer.compute.operands.architecture import Norms
 from infer.models.families import heads, ropes
 from infer.models.families import layer_kinds as kinds
 from infer.models.families.centred_families import CENTRED
+from infer.models.families.config_values import positive
 from infer.models.families.experts import (
     NUM_SHARED,
     SHARED_SIZE,
@@ -78,8 +79,7 @@ _MUSE_GLIMMER = Family(
     rotated_layers=kinds.rotated_with_a_theta,
     activation_name="hidden_activation",
     has_embedding_norm=True,
-    norms=Norms(after=True),
-    eps_after_setting="post_norm_eps",
+    norms=lambda config: Norms(after=True, eps_after=positive(config, "post_norm_eps")),
     qk_norm="head_unweighted",
     of_kind=heads.muse_of_kind,
     gates=heads.sigmoid_without_bias,

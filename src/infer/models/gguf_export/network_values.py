@@ -11,14 +11,13 @@ from typing import Any
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortConv
-from infer.files.gguf.forms import GGUFForm
+from infer.files.gguf.forms import SIGMOID, GGUFForm
 from infer.files.gguf.gguf_writer import Value
 from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
 from infer.models.families import FAMILIES, as_read, family_of
 from infer.models.families.config_values import Config
 from infer.models.families.layer_kinds import FULL, SLIDING
 
-_SIGMOID = 2  # a value of `expert_gating_func`
 _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 _ORIGINAL = "original_max_position_embeddings"
 _NO_ROTATION = 1e30  # llama.cpp's factor for a pair that does not rotate
@@ -133,7 +132,7 @@ def _experts(form: GGUFForm, experts: Experts, parts: Sequence[Dense | Experts |
         "shared_expert_intermediate_size": None if is_counted else experts.shared_size or None,
         "n_group": None,  # only one group is supported
         "n_shared_experts": experts.shared_size // experts.intermediate_size,
-        "expert_gating_func": _SIGMOID,
+        "expert_gating_func": SIGMOID,
         "norm_topk_prob": router.is_normalized,
         "routed_scaling_factor": router.scale,
         "first_k_dense_replace": next(i for i, part in enumerate(parts) if isinstance(part, Experts)),

@@ -21,7 +21,7 @@ from infer.compute.operands.mixers import KEPT_AS_FLOATS, Attention, Mixer
 from infer.compute.quantization.ggml_types import TYPES_OF_FLOATS
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import ModelSettings
-from infer.models.tensors import expected_shapes
+from infer.models.tensors import Shaped, expected_shapes
 
 _TYPE_BY_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+")
@@ -29,14 +29,11 @@ _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @runtime_checkable
-class StoredMatrix(Protocol):
+class StoredMatrix(Shaped, Protocol):
     """The part of a tensor's header that decides how the matrix is loaded."""
 
     @property
     def type(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)

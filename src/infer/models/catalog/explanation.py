@@ -10,7 +10,7 @@ from typing import Any
 from infer.compute.backends.before_load import memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.page_sizes import page_bytes
-from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import Attention, QueryScale, Rope
@@ -113,9 +113,7 @@ def explain(model: str | Path) -> Explanation:
         file_format="safetensors" if checkpoint.path.is_dir() else "GGUF",
         file_bytes=sum(file.size for file in checkpoint.files),
         num_parameters=sum(each.num_values for each in weights),
-        architecture={
-            field.name: getattr(architecture, field.name) for field in fields(Architecture) if field.name != "layers"
-        },
+        architecture={name: value for name, value in _fields_of(architecture).items() if name != "layers"},
         common=common,
         layer_groups=groups,
         tokenizer=_summarize(checkpoint),
@@ -124,7 +122,10 @@ def explain(model: str | Path) -> Explanation:
         weight_bytes=budget.matrix_bytes,
         expert_bytes=expert_bytes(architecture, budget.types or {}),
         f16_on_opencl=tuple(each.type for each in weights if stored_on_opencl(each.type) != each.type),
-        cache=tuple(_cache_size(kept, kv_type) for kv_type in _kv_types(kept)),
+        cache=tuple(
+            CacheSize(kv_type, *(1000 * size for size in cache_bytes_per_token(kept, kv_type)))
+            for kv_type in _kv_types(kept)
+        ),
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),
@@ -154,15 +155,19 @@ def _values(layer: Layer) -> dict[str, Any]:
     for name, part in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
         found[name] = None if part is None else _WORD_STARTS.sub("_", type(part).__name__).lower()
         if part is not None:
-            found |= {field.name: _plain(getattr(part, field.name)) for field in fields(part)}
+            found |= {name: _plain(value) for name, value in _fields_of(part).items()}
     found["per_layer_input"] = None if layer.per_layer_input is None else layer.per_layer_input.dim
     found["has_layer_scale"] = layer.has_scale
-    return found | {f"norms_{field.name}": getattr(layer.norms, field.name) for field in fields(layer.norms)}
+    return found | {f"norms_{name}": value for name, value in _fields_of(layer.norms).items()}
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Router | QueryScale):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        return _fields_of(value)
     return _rope(value) if isinstance(value, Rope) else value
 
 
@@ -189,11 +194,6 @@ def _kv_types(layers: Sequence[Attention]) -> Iterator[str]:
     for kv_type in KV_TYPES:
         if kv_type not in QUANTIZED or all(layer.head_dim % VALUES_PER_SCALE == 0 for layer in layers):
             yield kv_type
-
-
-def _cache_size(layers: Sequence[Attention], kv_type: str) -> CacheSize:
-    whole, beyond = cache_bytes_per_token(layers, kv_type)
-    return CacheSize(kv_type, 1000 * whole, 1000 * beyond)
 
 
 def _summarize(checkpoint: Checkpoint) -> TokenizerSummary:

@@ -16,8 +16,7 @@ from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
 from infer.files.heads.reranker_files import RERANK_PROMPT, RerankerFiles
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.files.tensors.tensor_info import TensorInfo
-from infer.models.gguf_export.rows import as_floats, reordered, rows_of
-from infer.models.gguf_export.tensors import source_tensor
+from infer.models.gguf_export.tensors import as_floats, reordered, rows_of, source_tensor
 from infer.text.tokenizer.tokenizer_files import read_folder
 
 _RANK = 4  # llama.cpp's enum llama_pooling_type

@@ -51,8 +51,10 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
     first = parts[0]
     tensors: dict[str, TensorInfo] = {}
     for number, part in enumerate(parts):
-        _check(part, "split.count", len(parts))
-        _check(part, "split.no", number)
+        for key, needed in (("split.count", len(parts)), ("split.no", number)):
+            value: Any = part.metadata.get(key)
+            if type(value) is not int or value != needed:
+                _fail(part, key, f"{needed} in a part of this name, got {value!r:.60}")
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
             raise ModelFormatError(part.path, f"tensor {twice[0]!r:.80}", "is in another part of the model, too")
@@ -62,12 +64,6 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
         _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts have {len(tensors)}")
     files = tuple(file for part in parts for file in part.files)
     return GGUFFile(first.path, first.metadata, tensors, files, first.value_types)
-
-
-def _check(part: GGUFFile, key: str, expected: int) -> None:
-    value: Any = part.metadata.get(key)
-    if type(value) is not int or value != expected:
-        _fail(part, key, f"{expected} in a part of this name, got {value!r:.60}")
 
 
 def _fail(part: GGUFFile, key: str, problem: str) -> NoReturn:

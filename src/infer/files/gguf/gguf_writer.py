@@ -22,7 +22,7 @@ DEFAULT_ALIGNMENT = 32
 
 Piece = bytes | memoryview
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-
+_TYPES: dict[type, ValueType] = {bool: "bool", int: "u32", float: "f32", str: "string"}
 
 Value = bool | int | float | str | bytes | list[bool] | list[int] | list[float] | list[str]
 
@@ -107,13 +107,9 @@ def _string(text: str) -> bytes:
 
 def typed(value: Value) -> TypedValue:
     """Return a value with its type. Counts are unsigned, and integers in lists are signed, as in llama.cpp's files."""
-    if isinstance(value, list):
-        kind = typed(value[0]).type if value else "i32"
-        return TypedValue("i32" if kind == "u32" else kind, value)
     if isinstance(value, bytes):
         return TypedValue("u8", list(value))
-    if isinstance(value, bool):
-        return TypedValue("bool", value)
-    if isinstance(value, int):
-        return TypedValue("u32", value)
-    return TypedValue("f32", float(np.float32(value))) if isinstance(value, float) else TypedValue("string", value)
+    if isinstance(value, list):
+        kind = _TYPES[type(value[0])] if value else "i32"
+        return TypedValue("i32" if kind == "u32" else kind, value)
+    return TypedValue(_TYPES[type(value)], float(np.float32(value)) if isinstance(value, float) else value)

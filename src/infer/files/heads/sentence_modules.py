@@ -119,12 +119,13 @@ class TextPrompts:
         return self.by_name[name]
 
 
+def _settings_of(folder: Path) -> dict[str, Any]:
+    return read_json_file(inside(folder, _SETTINGS_FILE)) if (folder / _SETTINGS_FILE).exists() else {}
+
+
 def prompts_from_folder(folder: Path) -> TextPrompts:
     """Return the prompts of a folder, or none if it has no such file. Raises ModelFormatError for a malformed file."""
-    path = folder / _SETTINGS_FILE
-    if not path.exists():
-        return TextPrompts()
-    config = read_json_file(inside(folder, _SETTINGS_FILE))
+    path, config = folder / _SETTINGS_FILE, _settings_of(folder)
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not (isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())):
         raise ModelFormatError(path, "key 'prompts'", "expected texts by name")
@@ -135,10 +136,10 @@ def prompts_from_folder(folder: Path) -> TextPrompts:
 
 def vector_size_from_folder(folder: Path) -> int | None:
     """Return the `truncate_dim` of a folder: the number of first dimensions to keep. Raises ModelFormatError."""
-    path = folder / _SETTINGS_FILE
-    size = read_json_file(inside(folder, _SETTINGS_FILE)).get("truncate_dim") if path.exists() else None
+    size = _settings_of(folder).get("truncate_dim")
     if size is not None and (type(size) is not int or size < 1):
-        raise ModelFormatError(path, "key 'truncate_dim'", f"expected a whole number from 1, got {size!r:.60}")
+        problem = f"expected a whole number from 1, got {size!r:.60}"
+        raise ModelFormatError(folder / _SETTINGS_FILE, "key 'truncate_dim'", problem)
     return size
 
 

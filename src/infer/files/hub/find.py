@@ -148,30 +148,21 @@ def installed_models() -> Iterator[tuple[str, list[Path], Path]]:
     """
     for name, model in INSTALLED_MODELS.items():
         try:
-            parts = _parts(name, model)
-            yield name, parts, _whole(name, model, parts)
+            yield name, *_places(name, model)
         except (InvalidRequestError, ModelError):
             continue
 
 
-def _parts(name: str, model: InstalledModel) -> list[Path]:
-    return [_packaged(name, model, package, inner) for package, inner in model.parts]
-
-
-def _whole(name: str, model: InstalledModel, parts: list[Path]) -> Path:
+def _places(name: str, model: InstalledModel) -> tuple[list[Path], Path]:
+    """Return the files of a model's packages, and the whole file: the only one of them, or one in the cache folder."""
+    parts = [_packaged(name, model, package, inner) for package, inner in model.parts]
     if len(parts) == 1:
-        return parts[0]
-    return cache_folder() / f"{_sum(name, model)[:12]}-{model.file_name}"
-
-
-def _sum(name: str, model: InstalledModel) -> str:
-    assert model.sums is not None
-    return _expected_sum(_packaged(name, model, *model.sums), model.file_name)
+        return parts, parts[0]
+    return parts, cache_folder() / f"{_expected_sum(name, model)[:12]}-{model.file_name}"
 
 
 def _resolve_installed(name: str, model: InstalledModel) -> Path:
-    parts = _parts(name, model)
-    target = _whole(name, model, parts)
+    parts, target = _places(name, model)
     if len(parts) == 1:
         return target
     try:
@@ -179,7 +170,7 @@ def _resolve_installed(name: str, model: InstalledModel) -> Path:
             return target
         if (problem := folder_problem(target.parent, base=target.parent)) is not None:
             raise ModelError(f"{name} cannot be assembled: {problem}: set INFER_CACHE to a writable folder")
-        _assemble(parts, target, _sum(name, model))
+        _assemble(parts, target, _expected_sum(name, model))
     except OSError as error:
         problem = f"{name} cannot be assembled in {target.parent}: {error.strerror}"
         raise ModelError(f"{problem}: set INFER_CACHE to a writable folder") from error
@@ -197,12 +188,14 @@ def _packaged(name: str, model: InstalledModel, package: str, inner: str) -> Pat
     raise InvalidRequestError(f"{name} is not installed: {model.install}")
 
 
-def _expected_sum(sums: Path, file_name: str) -> str:
+def _expected_sum(name: str, model: InstalledModel) -> str:
+    assert model.sums is not None
+    sums = _packaged(name, model, *model.sums)
     for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
         digest, _, named = line.partition("  ")
-        if named == file_name and len(digest) == 64:
+        if named == model.file_name and len(digest) == 64:
             return digest
-    raise ModelFormatError(sums, file_name, "has no checksum in the package")
+    raise ModelFormatError(sums, model.file_name, "has no checksum in the package")
 
 
 def _assemble(parts: list[Path], target: Path, expected: str) -> None:

@@ -58,11 +58,11 @@ class LazyWeights(Mapping[str, FileWeight]):
 
 def read_weight(info: TensorInfo) -> StoredWeight:
     """Return a copy of a tensor as the file stores it."""
-    if info.row_stride:
-        return StoredWeight(info.type, info.shape, _read_strided(info, 0, info.shape[0]))
-    if info.row_ranges:
-        return StoredWeight(info.type, info.shape, _read_ranges(info, stored_rows(info), 0, info.shape[0]))
-    return StoredWeight(info.type, info.shape, _read(info, info.shape, 0, info.num_bytes))
+    if not info.shape:
+        return StoredWeight(info.type, (), _as_stored(info, (), bytes_of(info)))
+    read = stored_rows(info)
+    read = partial(_read_ranges, info, read) if info.row_ranges else read
+    return StoredWeight(info.type, info.shape, read(0, info.shape[0]))
 
 
 def read_row(info: TensorInfo, row: int) -> Tensor:
@@ -90,12 +90,12 @@ def stored_rows(info: TensorInfo) -> ReadRows:
         return partial(_read_mxfp4, info, info.scales)
     if info.factor is not None:
         return partial(_read_with_factor, info, info.factor)
-    return partial(_read_strided if info.row_stride else _read_rows, info)
+    return partial(_read_columns if info.column_stride else _read_rows, info)
 
 
 def _read_rows(info: TensorInfo, first: int, last: int) -> Tensor:
-    row_bytes = info.num_bytes // info.shape[0]
-    return _read(info, (last - first, *info.shape[1:]), first * row_bytes, (last - first) * row_bytes)
+    row_bytes = info.num_bytes // max(1, info.shape[0])
+    return _as_stored(info, (last - first, *info.shape[1:]), _rows(info, first, last, row_bytes))
 
 
 def _read_in_half_order(info: TensorInfo, read: ReadRows, first: int, last: int) -> Tensor:
@@ -118,12 +118,9 @@ def _read_ranges(info: TensorInfo, read: ReadRows, first: int, last: int) -> Ten
     return torch.cat(parts) if parts else read(0, 0)
 
 
-def _read_strided(info: TensorInfo, first: int, last: int) -> Tensor:
-    """Return rows of floats that are not contiguous in the file."""
+def _read_columns(info: TensorInfo, first: int, last: int) -> Tensor:
+    """Return rows of floats that are columns in the file."""
     size, dtype = BLOCK_TYPES[info.type].block_bytes, DTYPES[info.type]
-    if not info.column_stride:
-        rows = torch.from_numpy(_rows(info, first, last, info.num_bytes // info.shape[0]))
-        return rows.view(dtype).reshape(last - first, *info.shape[1:])
     span = (last - first - 1) * info.row_stride + size
     columns = memory_for(info, (info.shape[1], span))
     for column, room in enumerate(columns):
@@ -155,12 +152,12 @@ def _rows(info: TensorInfo, first: int, last: int, row_bytes: int) -> NDArray[np
     return np.ascontiguousarray(data.reshape(last - first, stride)[:, :row_bytes])
 
 
-def _read(info: TensorInfo, shape: tuple[int, ...], start: int, num_bytes: int) -> Tensor:
-    """Return `StoredWeight.data` of the tensor's bytes from `start` on."""
-    raw, kind = torch.from_numpy(bytes_of(info, start, start + num_bytes)), BLOCK_TYPES[info.type]
+def _as_stored(info: TensorInfo, shape: tuple[int, ...], content: NDArray[np.uint8]) -> Tensor:
+    """Return `StoredWeight.data` of the bytes of this shape."""
+    raw, kind = torch.from_numpy(content.reshape(-1)), BLOCK_TYPES[info.type]
     if kind.is_float:
         dtype = DTYPES[info.type]
-        return raw.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+        return raw.view(dtype).reshape(shape) if len(raw) else torch.empty(shape, dtype=dtype)
     return raw.reshape(prod(shape[:-1]), kind.row_bytes(shape[-1]))
 
 

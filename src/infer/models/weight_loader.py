@@ -92,26 +92,23 @@ class WeightLoader:
     def expert_records(self, num_experts: int) -> ExpertMatrices:
         """Return gate, up and down of a layer's experts, of which some are in memory at a time."""
         assert self.experts is not None
-        names = {part: [f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS}
-
-        def sources(expert: int) -> list[Weight]:
-            own = (of_part[expert] for of_part in names.values())
-            return [self._weight(f"{self.prefix}{name}.weight", (0, self._num_rows(name))) for name in own]
-
-        loaded = self.experts.load(self.layer, sources)
+        names = [[f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS]
+        matrices = [self._whole(of_part) for of_part in names]
+        loaded = self.experts.load(self.layer, lambda expert: [self._weight(*each[expert]) for each in matrices])
         gate, up, down = (
-            Projection((weight,), self._biases(names[part]), label=self.label + part)
-            for part, weight in zip(EXPERT_PARTS, loaded[:3], strict=True)
+            Projection((weight,), self._biases(of_part), label=self.label + part)
+            for part, weight, of_part in zip(EXPERT_PARTS, loaded[:3], matrices, strict=True)
         )
         return ExpertMatrices(gate, up, down, loaded.frames)
 
-    def _biases(self, names: Sequence[str]) -> Tensor | None:
-        """Return the biases of matrices, one after another, or None if they have none."""
-        biases = [
-            self._bias(f"{self.prefix}{name}.bias", (0, self._num_rows(name)))
-            for name in names
-            if f"{self.prefix}{name}.bias" in self.expected
-        ]
+    def _whole(self, names: Sequence[str]) -> list[tuple[str, Range]]:
+        """Return the full names of matrices, each with all of its rows."""
+        return [(self.prefix + name, (0, self._num_rows(name))) for name in names]
+
+    def _biases(self, matrices: Sequence[tuple[str, Range]]) -> Tensor | None:
+        """Return the biases of rows of matrices, one after another, or None if they have none."""
+        own = [(f"{name}.bias", rows) for name, rows in matrices if f"{name}.bias" in self.expected]
+        biases = [dense(self.weights[name]).float()[slice(*rows)] for name, rows in own]
         return torch.cat(biases) if biases else None
 
     def table(self, name: str) -> Weight:
@@ -149,22 +146,23 @@ class WeightLoader:
 
         `label` names them in profiles. `ranges` has the rows to use of each matrix; None means all rows.
         """
-        if ranges is None:
-            ranges = [(0, self._num_rows(name)) for name in names]
-        full_names = [self.prefix + name for name in names]
-        some = [(name, rows) for name, rows in zip(full_names, ranges, strict=True) if rows[0] < rows[1]]
-        parts = tuple(self._weight(name + ".weight", rows) for name, rows in some)
-        biases = [self._bias(name + ".bias", rows) for name, rows in some if name + ".bias" in self.expected]
-        whole = Projection(parts, torch.cat(biases) if biases else None, label=self.label + label, is_stack=is_stack)
+        matrices = self._whole(names)
+        if ranges is not None:
+            given = zip(matrices, ranges, strict=True)
+            matrices = [(name, rows) for (name, _), rows in given if rows[0] < rows[1]]
+        parts = tuple(self._weight(name, rows) for name, rows in matrices)
+        whole = Projection(parts, self._biases(matrices), label=self.label + label, is_stack=is_stack)
         try:
             with ops.using(self.backend):
                 prepared = ops.prepare(whole, self.backend.device, self.precision)
-                return self._observed(prepared, [f"{name}.weight" for name, _ in some])
+                return self._observed(prepared, [f"{name}.weight" for name, _ in matrices])
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENOMEM:
                 raise
             num_bytes = sum(part.num_bytes for part in parts)
-            raise ModelError(f"no memory is left for the {num_bytes} bytes of {', '.join(full_names)}") from error
+            raise ModelError(
+                f"no memory is left for the {num_bytes} bytes of {', '.join(self.prefix + name for name in names)}"
+            ) from error
 
     def _observed(self, projection: Projection, names: Sequence[str]) -> Projection:
         """Return a projection of a layer. Its parts, which have these names, report their inputs if requested."""
@@ -179,11 +177,8 @@ class WeightLoader:
     def _num_rows(self, name: str) -> int:
         return self.expected[f"{self.prefix}{name}.weight"][0]
 
-    def _bias(self, name: str, rows: Range) -> Tensor:
-        return dense(self.weights[name]).float()[slice(*rows)]
-
     def _weight(self, name: str, rows: Range) -> FileWeight | ConvertedWeight:
-        weight, kind = rows_of(self.weights[name], rows), self.types[name]
+        weight, kind = rows_of(self.weights[f"{name}.weight"], rows), self.types[f"{name}.weight"]
         if weight.type == kind:
             return weight
         if (dtype := DTYPES.get(kind)) is not None:

@@ -175,7 +175,7 @@ _MODULE_IN_GGUF = {ours: theirs for theirs, ours in _GGUF_MODULES.items()}
 _MODULE_IN_GGUF |= {"linear_attn.qkv_proj": "attn_qkv", "linear_attn.z_proj": "attn_gate"}
 _USUAL: Mapping[str, str] = MappingProxyType({})
 _OUR_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
-_GGUF_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
+_GGUF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]*)\.(.+)")
 _GPT = {"wpe.": "model.embed_positions.", "wte.": "model.embed_tokens.", "h.": "model.layers.", "ln_f.": "model.norm."}
 _NEOX = {"gpt_neox.": "model.", "embed_in.": "embed_tokens.", "embed_out.": "lm_head.", ".attention.": ".self_attn."}
 _NORM_PATTERN = re.compile(r"(model\.layers\.[0-9]+\.)(\w+)(\.(?:weight|bias))")
@@ -233,7 +233,8 @@ def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> di
         for which in ("qkv", "gate"):
             fused = name.replace(".ssm_conv1d.", f".attn_{which}.")
             usual |= {fused: fused.replace(".attn_", ".linear_attn_")} if fused in usual else {}
-    return {name: _from_gguf(alias, modules) for name, alias in usual.items()}
+    known = _GGUF_LAYER, "model.layers.", _GGUF_VECTOR, modules
+    return {name: _translated(alias, *known) or alias for name, alias in usual.items()}
 
 
 def name_in_gguf(name: str, own: Mapping[str, str]) -> str | None:
@@ -241,13 +242,7 @@ def name_in_gguf(name: str, own: Mapping[str, str]) -> str | None:
 
     It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
     """
-    match = _OUR_LAYER.fullmatch(name)
-    at, rest = ("", name) if match is None else (f"blk.{match[1]}.", match[2])
-    if match is not None and (vector := _VECTOR_IN_GGUF.get(rest)) is not None:
-        return f"{at}{vector}"
-    module, _, kind = rest.rpartition(".")
-    stored = own.get(module) or _MODULE_IN_GGUF.get(module)
-    return None if stored is None or kind not in ("weight", "bias") else f"{at}{stored}.{kind}"
+    return _translated(name, _OUR_LAYER, "blk.", _VECTOR_IN_GGUF, {**_MODULE_IN_GGUF, **own})
 
 
 def is_skipped(name: str) -> bool:
@@ -281,13 +276,16 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
 
 
-def _from_gguf(name: str, modules: Mapping[str, str]) -> str:
-    match = _GGUF_PATTERN.fullmatch(name)
-    at, rest = ("", name) if match is None else (f"model.layers.{match[1]}.", match[2])
-    if match is not None and (vector := _GGUF_VECTOR.get(rest)) is not None:
+def _translated(
+    name: str, layer: re.Pattern[str], prefix: str, vectors: Mapping[str, str], modules: Mapping[str, str]
+) -> str | None:
+    """Return a name in the other notation, or None. The name of a layer gets this prefix and the layer's number."""
+    match = layer.fullmatch(name)
+    at, rest = ("", name) if match is None else (f"{prefix}{match[1]}.", match[2])
+    if match is not None and (vector := vectors.get(rest)) is not None:
         return f"{at}{vector}"
     module, _, kind = rest.rpartition(".")
-    return f"{at}{modules[module]}.{kind}" if module in modules and kind in ("weight", "bias") else name
+    return f"{at}{modules[module]}.{kind}" if module in modules and kind in ("weight", "bias") else None
 
 
 def _without_prefix(name: str) -> str:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordPiece
@@ -59,7 +58,8 @@ def tokenizer_values(path: Path, architecture: str, vocab_size: int) -> dict[str
     problems = list[str]()
     for vocabulary in _vocabularies(path, architecture, parts.backend, texts, types):
         values = {f"tokenizer.ggml.{key}": value for key, value in (vocabulary | ids).items()} | templates
-        problem = _difference(parts.backend, read_gguf(_as_read(values)).backend, reads_pairs=is_encoder)
+        as_read = {key: list(value) if isinstance(value, bytes) else value for key, value in values.items()}
+        problem = _difference(parts.backend, read_gguf(as_read).backend, reads_pairs=is_encoder)
         if problem is None:
             return values
         problems.append(problem)
@@ -162,11 +162,6 @@ def _templates(templates: Mapping[str, str]) -> dict[str, Value]:
     }
     others = [name for name in templates if name != "default"]
     return own | {"tokenizer.chat_templates": others} if others else own
-
-
-def _as_read(values: Mapping[str, Value]) -> dict[str, Any]:
-    """Return the values as a reader of the file will see them."""
-    return {key: list(value) if isinstance(value, bytes) else value for key, value in values.items()}
 
 
 def _difference(backend: Tokenizer, again: Tokenizer, *, reads_pairs: bool) -> str | None:

@@ -72,7 +72,7 @@ class QuantisableModel(NamedTuple):
     tensors: Sequence[SourceTensor]
 
 
-def tensor_of_file(info: TensorInfo) -> SourceTensor:
+def _source_of(info: TensorInfo) -> SourceTensor:
     """Return a tensor of a GGUF file, in the file's form."""
     matrix = replace(info, shape=(prod(info.shape[:-1]), info.shape[-1]))
     return SourceTensor(info.name, info.type, info.shape, stored_rows(matrix))
@@ -81,7 +81,7 @@ def tensor_of_file(info: TensorInfo) -> SourceTensor:
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:
     """Return a GGUF file as a source. The parts of a split model become one file."""
     values = {key: value for key, value in file.typed_values.items() if not key.startswith("split.")}
-    return QuantisableModel(values, [*map(tensor_of_file, file.tensors.values())])
+    return QuantisableModel(values, [*map(_source_of, file.tensors.values())])
 
 
 @final

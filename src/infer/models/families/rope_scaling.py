@@ -1,4 +1,4 @@
-"""Rope settings → `Rope`: both dialects, and every kind of scaling.
+"""Rope settings → `Rope`: every kind of scaling.
 
 Frequencies are theta^(−2i / dim). A kind of scaling divides each frequency by its own factor, or changes theta. The
 formulas are those of Hugging Face's modeling_rope_utils.py.
@@ -18,28 +18,14 @@ from infer.models.families.config_values import (
     optional_positive,
     positive,
     positives,
-    settings,
 )
-
-
-def rope_settings(config: Config, kind: str, theta: float) -> Config:
-    """Return the rope settings of a kind of layer, in one dialect.
-
-    A config has `rope_scaling` next to `rope_theta`, or `rope_parameters`, which is flat or has one entry per kind of
-    layer.
-    """
-    found = settings(config, "rope_scaling") or settings(config, "rope_parameters")
-    if kind in found:
-        found = settings(found, kind)
-    elif any(name.endswith("_attention") for name in found):
-        found = {}
-    return {"rope_theta": positive(config, "rope_theta", theta)} | {k: v for k, v in found.items() if v is not None}
 
 
 def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
     """Return the rope of a layer.
 
-    `given` is the result of `rope_settings`. `config` has other values that some kinds of scaling need.
+    `given` has the rope settings as the readers in `ropes` return them. `config` has other values that some kinds of
+    scaling need.
     """
     is_proportional = given.get("rope_type") == "proportional"
     partial = 1.0 if is_proportional else positive(given, "partial_rotary_factor", 1.0)

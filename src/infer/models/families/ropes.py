@@ -7,7 +7,6 @@ from infer.compute.operands.mixers import QueryScale
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, count, positive, settings
 from infer.models.families.layer_kinds import FULL
-from infer.models.families.rope_scaling import rope_settings
 from infer.models.families.widths import head_dim_of
 
 RopeSettings = Callable[[Config, str], Config]  # (config, kind of layer) → the rope settings of these layers
@@ -22,12 +21,22 @@ _KEEP_LENGTHS = ("default", "linear", "dynamic", "llama3")  # kinds of scaling t
 
 
 def theta_rope(theta: float, scaling: Config | None = None) -> RopeSettings:
-    """Return a reader of the usual rope settings with this default theta, and with this default scaling."""
+    """Return a reader of the usual rope settings with this default theta, and with this default scaling.
+
+    A config has `rope_scaling` next to `rope_theta`, or `rope_parameters`, which is flat or has one entry per kind of
+    layer.
+    """
 
     def read(config: Config, kind: str) -> Config:
         if config.get("rope_scaling") is None and config.get("rope_parameters") is None:
             config = {**config, "rope_scaling": scaling}
-        return rope_settings(config, kind, theta=theta)
+        found = settings(config, "rope_scaling") or settings(config, "rope_parameters")
+        if kind in found:
+            found = settings(found, kind)
+        elif any(name.endswith("_attention") for name in found):
+            found = {}
+        given = {name: value for name, value in found.items() if value is not None}
+        return {"rope_theta": positive(config, "rope_theta", theta), **given}
 
     return read
 
@@ -50,7 +59,7 @@ def _checked_kind(found: Config, config: Config, known: tuple[str, ...]) -> str:
 
 def minimax_rope(config: Config, kind: str) -> Config:
     """Return MiniMax M2's rope settings, in which `rotary_dim` elements of a head rotate."""
-    found = rope_settings(config, kind, theta=5_000_000.0)
+    found = theta_rope(5_000_000.0)(config, kind)
     if config.get("rotary_dim") is None:
         return found
     return {"partial_rotary_factor": count(config, "rotary_dim") / head_dim_of(config), **found}
@@ -85,7 +94,7 @@ def ministral3_scale(config: Config) -> QueryScale | None:
 
 def llama4_rope(config: Config, kind: str) -> Config:
     """Return Llama 4's rope settings. Its norms after the rotation need a rotation that keeps the length of a head."""
-    found = rope_settings(config, kind, theta=500_000.0)
+    found = theta_rope(500_000.0)(config, kind)
     _checked_kind(found, config, _KEEP_LENGTHS)
     return found
 

@@ -18,6 +18,14 @@ def _parallel_if_set(norms: Literal["one", "two"]) -> Callable[[Config], Norms]:
     return lambda config: replace(usual, parallel=norms if flag(config, "use_parallel_residual") else None)
 
 
+_PLAIN = Family(
+    usual_defaults(8192, eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True),
+    reads=ATTENTION_BIAS | {"mlp_bias"},
+    renamed={"layer_norm_eps": "rms_norm_eps"},
+    is_gated=False,
+    norms=Norms(are_centred=True, have_bias=True),
+)
+
 _COHERE = Family(
     usual_defaults(8192, eps=1e-5, tie_word_embeddings=True, output_multiplier=0.0625),
     reads=ATTENTION_BIAS | {"output_multiplier"},
@@ -36,24 +44,20 @@ CENTRED: dict[str, Family] = {
         rotated_layers=kinds.rotated_where_listed_as_windowed,
         rope_settings=ropes.usual_rope,
     ),
-    "phi": Family(
-        usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
+    "phi": replace(
+        _PLAIN,
+        defaults=usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
         fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
-        reads=ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps"},
         rotates_partly=True,
-        is_gated=False,
         norms=Norms(are_centred=True, have_bias=True, parallel="one"),
         refuses={"qk_layernorm": False},
     ),
-    "starcoder2": Family(
-        usual_defaults(4096, eps=1e-5, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True)
-        | {"attention_bias": True, "mlp_bias": True},
-        reads=ATTENTION_BIAS | {"mlp_bias"},
+    "starcoder2": replace(
+        _PLAIN,
+        defaults={**_PLAIN.defaults, "max_position_embeddings": 4096, "num_key_value_heads": 2}
+        | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
         renamed={"norm_epsilon": "rms_norm_eps", "use_bias": ("attention_bias", "mlp_bias")},
         layer_kinds=kinds.all_windowed,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
     ),
     "stablelm": Family(
         usual_defaults(4096, eps=1e-5, partial_rotary_factor=0.25),
@@ -64,20 +68,12 @@ CENTRED: dict[str, Family] = {
         norms=_parallel_if_set("one"),
         refuses={"qk_layernorm": False},
     ),
-    "jais2": Family(
-        usual_defaults(8192, eps=1e-5, hidden_act="relu2", attention_bias=True, mlp_bias=True),
-        reads=ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps"},
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
-    ),
-    "nemotron": Family(
-        usual_defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
-        reads=ATTENTION_BIAS | {"mlp_bias"},
+    "jais2": _PLAIN,
+    "nemotron": replace(
+        _PLAIN,
+        defaults=usual_defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
         renamed={"norm_eps": "rms_norm_eps"},
         rotates_partly=True,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
     ),
     "olmo": Family(
         usual_defaults(2048) | {"rms_norm_eps": 1e-5},
@@ -86,29 +82,25 @@ CENTRED: dict[str, Family] = {
         norms=Norms(are_centred=True, have_weight=False),
         refuses={"clip_qkv": None},
     ),
-    "gpt2": Family(
-        usual_defaults(1024, eps=1e-5, hidden_act="gelu_new", tie_word_embeddings=True),
+    "gpt2": replace(
+        _PLAIN,
+        defaults=usual_defaults(1024, eps=1e-5, hidden_act="gelu_new", tie_word_embeddings=True),
         fixed={"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None},
-        reads=ATTENTION_BIAS | {"mlp_bias"},
         renamed={"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
         | {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
         | {"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
         dense_size=four_times_hidden,
-        is_gated=False,
-        norms=Norms(are_centred=True, have_bias=True),
         text_inputs=lambda config: TextInputs(count(config, "max_position_embeddings"), has_norm=False),
         rotated_layers=kinds.none_rotated,
         refuses={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
-    "gpt_neox": Family(
-        usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, partial_rotary_factor=0.25)
+    "gpt_neox": replace(
+        _PLAIN,
+        defaults=usual_defaults(2048, eps=1e-5, hidden_act="gelu", attention_bias=True, partial_rotary_factor=0.25)
         | {"use_parallel_residual": True},
         fixed={"mlp_bias": True, "num_key_value_heads": None},
-        reads=ATTENTION_BIAS | {"mlp_bias"},
-        renamed={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor"}
-        | {"rotary_emb_base": "rope_theta"},
+        renamed={**_PLAIN.renamed, "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
         rotates_partly=True,
-        is_gated=False,
         norms=_parallel_if_set("two"),
     ),
 }

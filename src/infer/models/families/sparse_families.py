@@ -18,21 +18,26 @@ from infer.models.families.experts import (
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
 
 _QWEN = ExpertRules(shared=SHARED_SIZE, has_shared_gate=True)
-# Chosen by a corrected sigmoid, with a shared expert without a gate.
-_CORRECTED = ExpertRules("sigmoid", floor=1e-20, is_scaled=True, has_correction=True, shared=NUM_SHARED)
 
-_GLM4_MOE = Family(
-    usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
+# Experts are chosen by a corrected sigmoid, and the shared expert has no gate.
+_OF_CORRECTED_SCORES = Family(
+    usual_defaults(2048),
+    reads=ATTENTION_BIAS,
+    refuses={"n_group": 1},
+    qk_norm="head",
+    experts=ExpertRules("sigmoid", floor=1e-20, is_scaled=True, has_correction=True, shared=NUM_SHARED),
+    is_sparse=is_sparse_after_the_first,
+)
+
+_GLM4_MOE = replace(
+    _OF_CORRECTED_SCORES,
+    defaults=usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=1408)
     | {"num_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.5},
     fixed={"attention_output_bias": False},
     reads=frozenset({"attention_bias"}),
     renamed={"n_routed_experts": "num_experts"},
-    refuses={"n_group": 1},
     rotates_partly=True,
-    qk_norm="head",
     qk_norm_setting="use_qk_norm",
-    experts=_CORRECTED,
-    is_sparse=is_sparse_after_the_first,
 )
 
 _GRANITE_MOE = Family(
@@ -126,16 +131,14 @@ SPARSE: dict[str, Family] = {
         renamed={**_GLM4_MOE.renamed, "num_shared_experts": NUM_SHARED, "use_qkv_bias": "attention_bias"},
         rope_settings=ropes.theta_rope(8_000_000.0),
     ),
-    "hy_v3": Family(
-        usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8)
+    "hy_v3": replace(
+        _OF_CORRECTED_SCORES,
+        defaults=usual_defaults(131_072, eps=1e-5, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8)
         | {"n_shared_experts": 1, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.826},
         fixed={"norm_topk_prob": True},
-        reads=ATTENTION_BIAS,
         renamed={"router_scaling_factor": "routed_scaling_factor", "num_shared_experts": NUM_SHARED},
         refuses={"mlp_bias": False, "n_group": 1},
         rope_settings=ropes.theta_rope(11_158_840.0),
-        qk_norm="head",
-        experts=_CORRECTED,
         is_sparse=is_sparse_as_listed,
     ),
     "flint": Family(
@@ -159,17 +162,13 @@ SPARSE: dict[str, Family] = {
         qk_norm="head",
         experts=ExpertRules("sigmoid_of_chosen", has_correction=True, shared=SHARED_SIZE),
     ),
-    "dots1": Family(
-        usual_defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62)
+    "dots1": replace(
+        _OF_CORRECTED_SCORES,
+        defaults=usual_defaults(2048, num_key_value_heads=32, sliding_window=4096, max_window_layers=62)
         | {"moe_intermediate_size": 1408, "first_k_dense_replace": 0, "n_shared_experts": 1},
         fixed={"use_sliding_window": True},
-        reads=ATTENTION_BIAS,
         renamed={"n_routed_experts": "num_experts"},
-        refuses={"n_group": 1},
         layer_kinds=kinds.windowed_from_a_layer_on,
-        qk_norm="head",
-        experts=_CORRECTED,
-        is_sparse=is_sparse_after_the_first,
     ),
     "minimax_m2": Family(
         usual_defaults(196_608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8),
@@ -178,33 +177,28 @@ SPARSE: dict[str, Family] = {
         qk_norm="all",
         experts=ExpertRules("sigmoid", is_normalized=True, size="intermediate_size", has_correction=True),
     ),
-    "afmoe": Family(
-        usual_defaults(16_384, eps=1e-5, head_dim=128, num_experts_per_tok=6, moe_intermediate_size=1408)
+    "afmoe": replace(
+        _OF_CORRECTED_SCORES,
+        defaults=usual_defaults(16_384, eps=1e-5, head_dim=128, num_experts_per_tok=6, moe_intermediate_size=1408)
         | {"num_experts": 64, "n_shared_experts": 2, "sliding_window": 1024},
         fixed={"norm_topk_prob": True},
-        reads=ATTENTION_BIAS,
         renamed={"global_attn_every_n_layers": "sliding_window_pattern", "num_shared_experts": NUM_SHARED}
         | {"route_scale": "routed_scaling_factor", "num_dense_layers": "first_k_dense_replace"},
-        refuses={"n_group": 1},
         layer_kinds=kinds.all_windowed_but_every(4),
         rotated_layers=kinds.rotated_where_listed_as_windowed,
         scales_embedding="mup_enabled",
         norms=Norms(after=True),
-        qk_norm="head",
-        experts=_CORRECTED,
-        is_sparse=is_sparse_after_the_first,
         gates=heads.sigmoid_without_bias,
     ),
-    "exaone_moe": Family(
-        usual_defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096, num_experts_per_tok=8)
+    "exaone_moe": replace(
+        _OF_CORRECTED_SCORES,
+        defaults=usual_defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096, num_experts_per_tok=8)
         | {"num_experts": 64, "moe_intermediate_size": 1024, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
         | {"n_shared_experts": 1},
+        reads=frozenset(),
         renamed={"num_shared_experts": NUM_SHARED},
-        refuses={"n_group": 1},
         layer_kinds=kinds.exaone4_kinds,
         rotated_layers=kinds.rotated_where_windowed,
-        qk_norm="head",
-        experts=_CORRECTED,
         is_sparse=is_sparse_as_listed,
     ),
     "ernie4_5_moe": Family(

@@ -43,7 +43,8 @@ _GEMMA3 = Family(
     qk_norm="head",
 )
 
-_GEMMA4 = Family(
+_GEMMA4 = replace(
+    _GEMMA3,
     defaults={**_GEMMA3.defaults, "num_hidden_layers": 30, "vocab_size": 262_144, "sliding_window": 512}
     | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
     fixed={"query_pre_attn_scalar": 1.0},
@@ -56,10 +57,6 @@ _GEMMA4 = Family(
     shared_layers=kinds.last_share_keys,
     rope_settings=ropes.gemma4_rope,
     rotates_partly=True,
-    activation_name="hidden_activation",
-    scales_embedding=True,
-    norms=Norms(after=True),
-    qk_norm="head",
     has_v_norm=True,
     has_scale=True,
 )
@@ -164,6 +161,13 @@ _GLM4 = Family(
 )
 
 
+_OLMO2 = Family(
+    usual_defaults(2048, eps=1e-5),
+    reads=ATTENTION_BIAS,
+    norms=Norms(before=False, after=True),
+    qk_norm="all",
+)
+
 _HUNYUAN = Family(
     usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=ropes.hunyuan_rope, qk_norm="head_after"
 )
@@ -248,29 +252,20 @@ FAMILIES: dict[str, Family] = {
         rotated_layers=kinds.rotated_but_every_nth,
         rope_settings=ropes.theta_rope(2_000_000.0),
     ),
-    "olmo2": Family(
-        usual_defaults(2048, eps=1e-5),
-        reads=ATTENTION_BIAS,
-        norms=Norms(before=False, after=True),
-        qk_norm="all",
-    ),
-    "olmo3": Family(
-        usual_defaults(2048, eps=1e-5, sliding_window=4096),
-        reads=ATTENTION_BIAS,
+    "olmo2": _OLMO2,
+    "olmo3": replace(
+        _OLMO2,
+        defaults={**_OLMO2.defaults, "sliding_window": 4096},
         layer_kinds=kinds.all_windowed_but_every(4),
         rope_settings=ropes.olmo3_rope,
-        norms=Norms(before=False, after=True),
-        qk_norm="all",
     ),
-    "olmo_hybrid": Family(
-        usual_defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
-        reads=ATTENTION_BIAS,
+    "olmo_hybrid": replace(
+        _OLMO2,
+        defaults=usual_defaults(65_536, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True),
         layer_kinds=kinds.linear_but_every_fourth_or_the_last,
         recurrent={kinds.LINEAR: olmo_hybrid_delta_net},
         rotated_layers=kinds.rotated_unless_theta_is_null,
-        norms=Norms(before=False, after=True),
         norms_by_kind={kinds.LINEAR: Norms()},
-        qk_norm="all",
     ),
     "exaone4": Family(
         usual_defaults(2048, eps=1e-5, num_key_value_heads=32, sliding_window=4096),

@@ -45,19 +45,7 @@ def make_architecture(config: Config) -> Architecture:
 
     Raises UnsupportedModelError for an unsupported family or setting, and ModelError for an invalid value.
     """
-    name = str(config.get("model_type", ""))
-    if name in _NEEDS:
-        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {_NEEDS[name]}")
-    if (family := family_of(config)) is None:
-        names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
-        code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
-        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
-        raise UnsupportedModelError(problem)
-    for setting, only in family.refuses.items():
-        if config.get(setting) not in (only, None):
-            raise UnsupportedModelError(
-                f"{setting}={config[setting]!r:.60} is not supported for {name}: it must be {only}"
-            )
+    family = family_of(config)
     config = as_read(config, family)
     is_whole = not family.is_encoder and sees_whole_texts(config, family)
     # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
@@ -69,7 +57,7 @@ def make_architecture(config: Config) -> Architecture:
     inputs = None if family.text_inputs is None else family.text_inputs(config)
     layers = _layers(config, family)
     architecture = Architecture(
-        family=name,
+        family=str(config["model_type"]),
         vocab_size=count(config, "vocab_size"),
         hidden_size=count(config, "hidden_size"),
         layers=layers,
@@ -91,10 +79,25 @@ def make_architecture(config: Config) -> Architecture:
     return without_mask(architecture, config, family) if is_whole else architecture
 
 
-def family_of(config: Config) -> Family | None:
-    """Return the row of a config's family, or None if there is none."""
+def family_of(config: Config) -> Family:
+    """Return the row of a config's family.
+
+    Raises UnsupportedModelError for an unsupported family, and for a setting that the family refuses.
+    """
     name = str(config.get("model_type", ""))
-    return FAMILIES.get(name) or ENCODERS.get(name)
+    if name in _NEEDS:
+        raise UnsupportedModelError(f"model_type {name!r} is not supported: it needs {_NEEDS[name]}")
+    if (family := FAMILIES.get(name) or ENCODERS.get(name)) is None:
+        names = ", ".join(sorted([*FAMILIES, *ENCODERS]))
+        code = "; the code that auto_map names is never run" if config.get("auto_map") else ""
+        problem = f"model_type {name or 'missing'!r:.60} is not supported{code}: supported are {names}"
+        raise UnsupportedModelError(problem)
+    for setting, only in family.refuses.items():
+        if config.get(setting) not in (only, None):
+            raise UnsupportedModelError(
+                f"{setting}={config[setting]!r:.60} is not supported for {name}: it must be {only}"
+            )
+    return family
 
 
 def as_read(config: Config, family: Family) -> Config:

@@ -14,7 +14,7 @@ from infer.compute.operands.mixers import Attention, GatedDeltaNet, Rope, ShortC
 from infer.files.gguf.forms import SIGMOID, GGUFForm
 from infer.files.gguf.gguf_writer import Value
 from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
-from infer.models.families import FAMILIES, as_read, family_of
+from infer.models.families import as_read, family_of
 from infer.models.families.config_values import Config
 from infer.models.families.layer_kinds import FULL, SLIDING
 
@@ -36,9 +36,7 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
         architecture: The network of this config.
     """
     attention = architecture.attention
-    family = family_of(config)
-    assert family is not None
-    config = as_read(config, family)
+    config = as_read(config, family_of(config))
     settings = {
         **config,
         "num_hidden_layers": len(architecture.layers),
@@ -176,7 +174,7 @@ def _scaling(form: GGUFForm, config: Config, architecture: Architecture) -> tupl
     rope = wide or _rope(architecture, is_windowed=True)
     if rope is None:
         return {}, {}
-    given = FAMILIES[str(config["model_type"])].rope_settings(config, FULL if wide else SLIDING)
+    given = family_of(config).rope_settings(config, FULL if wide else SLIDING)
     kind = given.get("rope_type", given.get("type", "default"))
     original = config.get(_ORIGINAL, given.get(_ORIGINAL, config["max_position_embeddings"]))
     settings, unused, factors = dict[str, Any](), "rope.scaling.attn_factor", _factors(kind, rope)

@@ -124,7 +124,7 @@ IMPOSSIBLE_SETTINGS = [
     ("lfm2", {"block_ffn_dim_multiplier": 0}, "block_ffn_dim_multiplier must be a number above 0, got 0"),
     ("lfm2", {"block_multiple_of": 0}, "block_multiple_of must be a whole number from 1"),
     ("lfm2", {"intermediate_size": 1, "block_ffn_dim_multiplier": None}, "from 1 to 2147483648, got 0"),
-    ("lfm2", {"norm_eps": 0}, "rms_norm_eps must be a number above 0, got 0"),
+    ("phi", {"layer_norm_eps": 0}, "layer_norm_eps must be a number above 0, got 0"),
     ("lfm2", {"sliding_window": 8}, "sliding_window=8 is not supported for lfm2"),
     ("lfm2_moe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number of at least 0, got -1"),
     ("lfm2_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_experts=6, got 7"),
@@ -139,7 +139,7 @@ IMPOSSIBLE_SETTINGS = [
     ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3_5_text: it must be 'silu'"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate=false is not supported for qwen3_5_text"),
     ("qwen3_next", {"num_experts_per_tok": 7}, "num_experts_per_tok must be at most num_experts=6, got 7"),
-    ("qwen3_5_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a whole"),
+    ("qwen3_5_moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be a whole"),
 ]
 
 

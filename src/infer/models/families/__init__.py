@@ -6,6 +6,7 @@ A config is a mapping with the names of Hugging Face's `config.json`; `files` gi
 that `transformers` ignores is ignored here, unless other engines read it: then it is refused.
 """
 
+import re
 from dataclasses import replace
 
 from infer.compute.operands.architecture import Architecture, Layer, Norms
@@ -46,7 +47,23 @@ def make_architecture(config: Config) -> Architecture:
     Raises UnsupportedModelError for an unsupported family or setting, and ModelError for an invalid value.
     """
     family = family_of(config)
-    config = as_read(config, family)
+    try:
+        return _make_architecture(as_read(config, family), family)
+    except ModelError as error:
+        raise type(error)(_with_own_names(str(error), config, family)) from None
+
+
+def _with_own_names(message: str, config: Config, family: Family) -> str:
+    """Return the message with the names that the config gives to settings, where the family has others."""
+    own_names = dict[str, str]()
+    for own, usual in family.renamed.items():
+        for name in (usual,) if isinstance(usual, str) else usual:
+            if name not in config and (own in config or name not in own_names):
+                own_names[name] = own
+    return re.sub(r"\w+", lambda word: own_names.get(word[0], word[0]), message)
+
+
+def _make_architecture(config: Config, family: Family) -> Architecture:
     is_whole = not family.is_encoder and sees_whole_texts(config, family)
     # If a residual stream is divided by m, each layer adds m × its result, and norms have eps / m².
     residual = positive(config, "residual_multiplier", 1.0)

@@ -18,7 +18,7 @@ from infer.engine.requests.prompt_batch import Results, answer_all_as_task, chec
 from infer.engine.requests.prompt_encoding import Message, Prompt
 from infer.engine.requests.stream import AsyncStream
 from infer.engine.step.request import Request
-from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback, check_count
+from infer.engine.step.request_options import CALLBACK, RequestKeywords, RequestOptions
 from infer.engine.step.scheduler import MAX_SECONDS
 from infer.engine.texts import text_tasks
 from infer.engine.texts.text_ids import Computed, VectorOptions
@@ -27,6 +27,7 @@ from infer.engine.texts.token_trace import check_traceable, trace_answer
 from infer.errors import InvalidRequestError
 from infer.llm import LLM
 from infer.outputs import Classification, GenerationResult, RankedDocument, SampleTrace, TokenLogprob
+from infer.parameters import Count
 from infer.sampling_params import SamplingParams
 
 _Arguments = ParamSpec("_Arguments")
@@ -224,9 +225,8 @@ class AsyncLLM:
         """
         if not params:
             raise InvalidRequestError("params must have the sampling of at least one answer")
-        loop, options = self.host.loop, options or RequestOptions()
-        ask = Ask([prompt], params, options, variables=variables)
-        asked = partial(self.host.requests.sequences, ask, 0)
+        loop, ask = self.host.loop, Ask([prompt], params, options or RequestOptions(), variables=variables)
+        asked = partial(self.host.requests.sequences, ask)
         sequences = await loop.prepare(asked, is_constrained=ask.is_constrained)
         return [loop.astream(sequence) for sequence in sequences]
 
@@ -257,7 +257,7 @@ class AsyncLLM:
         bound = signature(LLM.generate_all).bind(self.llm, *given, **keywords)
         bound.apply_defaults()
         batch = bound.arguments
-        check_callback("on_result", batch["on_result"])
+        CALLBACK.check("on_result", batch["on_result"])
         host = self.host
         check_batch_size(host, batch["batch_size"])
         ask = Ask.of((), None, batch["options"], batch["keywords"])
@@ -351,7 +351,7 @@ class AsyncLLM:
             [' Paris', '.']
         """
         host, ask = self.host, Ask.of(prompt, params, options, keywords)
-        check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
+        Count(1, host.requests.limits.vocab_size).check("num_candidates", num_candidates)
         check_traceable(host)
         stream = self._stream(ask)
         result, request = await stream.result(), stream.sequence.request

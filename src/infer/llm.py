@@ -32,7 +32,7 @@ from infer.engine.requests.prompt_encoding import Message, Prompt
 from infer.engine.requests.request_maker import OnError
 from infer.engine.requests.stream import AsyncStream, OnPrefill, OnToken, Stream
 from infer.engine.session.session import Session, begin_session
-from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
+from infer.engine.step.request_options import CALLBACK, RequestKeywords, RequestOptions
 from infer.errors import InvalidRequestError, closed
 from infer.files import open_checkpoint
 from infer.model_settings import (
@@ -153,7 +153,7 @@ class LLM(TextCalls):
         **settings: Unpack[_ModelKeywords],
     ) -> None:
         self._host, self._shown = None, str(model)
-        check_callback("on_progress", on_progress)
+        CALLBACK.check("on_progress", on_progress)
         asked = ModelSettings.of(settings)
         if asked.unused is not None:
             warnings.warn(asked.unused, stacklevel=2)
@@ -328,7 +328,7 @@ class LLM(TextCalls):
             >>> llm.generate("The capital of France is", temperature=0, max_new_tokens=2).text
             ' Paris.'
         """
-        check_callback("on_token", on_token)
+        CALLBACK.check("on_token", on_token)
         if not is_list_of_texts(prompt):
             return self.stream(prompt, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
         if on_token is not None or on_prefill is not None:
@@ -466,7 +466,7 @@ class LLM(TextCalls):
             >>> dict((index, result.text) for index, result in answers)
             {0: ' or three-', 1: ' and blue are'}
         """
-        check_callback("on_error", on_error)
+        CALLBACK.check("on_error", on_error)
         host = self._opened
         check_batch_size(host, batch_size)
         ask = Ask.of((), None, options, keywords)
@@ -501,7 +501,7 @@ class LLM(TextCalls):
             >>> llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text
             'The capital of France is Paris.'
         """
-        check_callback("on_token", on_token)
+        CALLBACK.check("on_token", on_token)
         return self.stream_chat(messages, params, on_prefill=on_prefill, options=options, **keywords).run(on_token)
 
     def stream_chat(

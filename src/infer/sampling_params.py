@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import wraps
-from inspect import signature
 from typing import Any, Literal, Self, no_type_check
 
 from infer.errors import InvalidRequestError
@@ -48,16 +47,19 @@ class UnknownParameterError(InvalidRequestError, TypeError):
 
 
 def _takes_aliases(cls: type) -> type:
-    """Return the class with a constructor that also accepts each parameter by an alias."""
+    """Return the class with a constructor that also accepts each parameter by an alias, and names an unknown one."""
     make = cls.__init__  # type: ignore[misc]  # the constructor of this class itself
 
     @wraps(make)
-    def __init__(self: object, **values: Any) -> None:  # noqa: N807
+    def __init__(self: object, *positional: object, **values: Any) -> None:  # noqa: N807
+        if positional:
+            raise UnknownParameterError(f"sampling parameters are given by name, got {positional[0]!r} without one")
+        for name in values:
+            if name not in PARAMETER_NAMES and name not in ALIASES:
+                raise UnknownParameterError(unknown_parameter(name))
         make(self, **without_aliases(values))
 
     cls.__init__ = __init__  # type: ignore[misc]  # replaces the constructor that dataclass made
-    shown = signature(make)  # otherwise help() would show the signature of __new__
-    setattr(cls, "__signature__", shown.replace(parameters=list(shown.parameters.values())[1:]))  # noqa: B010
     return cls
 
 
@@ -187,14 +189,6 @@ class SamplingParams:
         None, Texts(required=True), "Constrain the answer to one of these texts.", bodies="generating",
         other_names=("guided_choice",),
     )  # fmt: skip
-
-    def __new__(cls, *positional: object, **values: object) -> Self:
-        if positional:
-            raise UnknownParameterError(f"sampling parameters are given by name, got {positional[0]!r} without one")
-        for name in values:
-            if name not in PARAMETER_NAMES and name not in ALIASES:
-                raise UnknownParameterError(unknown_parameter(name))
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self, PARAMETERS)

@@ -23,7 +23,7 @@ from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Backlog, Check, EngineCall, Relay, Waiters, Work, once
 from infer.engine.requests.engine_thread import EngineThread
 from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
-from infer.engine.step.request_options import check_callback
+from infer.engine.step.request_options import CALLBACK
 from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import ClosedError, InferError, closed
 from infer.models.load import OnProgress
@@ -96,7 +96,7 @@ class Loop:
         on_end: Callable[[], None] | None = None,
     ) -> Stream:
         """Return a stream of an answer, in a slot of its own or in the slot of a lease."""
-        check_callback("on_prefill", on_prefill)
+        CALLBACK.check("on_prefill", on_prefill)
         return Stream(Answer(self, sequence, lease=lease, on_end=on_end), on_prefill)
 
     def submit(self, answer: Answer) -> None:

@@ -10,10 +10,10 @@ from infer.engine.requests.host import Host
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.prompt_encoding import Prompt
 from infer.engine.step.request import Request
-from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
+from infer.parameters import Count
 from infer.sampling_params import SamplingParams
 
 OnProgress = Callable[[int, int], None]
@@ -53,7 +53,7 @@ def pairs_as_needed(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Pr
 
 def check_batch_size(host: Host, value: object) -> None:
     """Raise InvalidRequestError for a batch size that the model's device does not allow."""
-    check_count("batch_size", value, 1, host.model.step_limits.logits)
+    Count(1, host.model.step_limits.logits).check("batch_size", value)
 
 
 class Ended(NamedTuple):

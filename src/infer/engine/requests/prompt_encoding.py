@@ -4,7 +4,6 @@ A prompt is text, ids or messages, and can be truncated on the left. If it is fa
 tokenized.
 """
 
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infer.engine.step.request import Limits
+from infer.engine.step.request import Limits, whole_id
 from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import common_length
 from infer.errors import ContextLengthError, InvalidRequestError, about
@@ -67,7 +66,7 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, max_seq_len: int | None, *, ad
         raise InvalidRequestError(
             f"a prompt must be one text, got a list with {texts[0]!r:.60}: generate_all() answers several prompts"
         )
-    return [_id_of(each) for each in given]
+    return [each if type(each) is int else whole_id("the prompt", each) for each in given]
 
 
 def is_conversation(prompt: Any) -> bool:
@@ -138,15 +137,6 @@ def _whole_numbers(ids: IdArray) -> list[int]:
         raise InvalidRequestError(f"token ids must be whole numbers, got an array of {ids.dtype}")
     whole: list[int] = ids.tolist()
     return whole
-
-
-def _id_of(value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise InvalidRequestError(f"the prompt: token ids must be whole numbers, got {value!r:.60}")
 
 
 @final
@@ -228,7 +218,8 @@ class Conversation:
 
     def shown(self, messages: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return messages and variables in the form that the template expects."""
-        if not self.tools and not _has_calls(messages):
+        given = [each for each in messages if isinstance(each, Mapping)]
+        if not self.tools and not any(each.get("tool_calls") or each.get("role") == "tool" for each in given):
             return messages, dict(self.variables)
         tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
         is_offered = self.choice.kind != "none" or self.formats.shows_tools
@@ -273,8 +264,3 @@ class Conversation:
 
     def _ends_with(self, prompt_ids: Sequence[int], text: str) -> bool:
         return self.tokenizer.decode(prompt_ids[-_END_LENGTH:], skip_special_tokens=False).rstrip().endswith(text)
-
-
-def _has_calls(messages: Iterable[Any]) -> bool:
-    called = (each.get("tool_calls") or each.get("role") == "tool" for each in messages if isinstance(each, Mapping))
-    return any(called)

@@ -29,9 +29,10 @@ from infer.engine.requests.prompt_encoding import (
 )
 from infer.engine.requests.text_heads import ModelFacts
 from infer.engine.step.request import Limits, Request, check_ids, check_prompt, checked_params
-from infer.engine.step.request_options import RequestOptions, check_count, split_options
+from infer.engine.step.request_options import RequestOptions, split_options
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError, MessageWarning, RequestWarning, SchemaWarning, about
+from infer.parameters import Count
 from infer.sampling_params import SamplingParams
 from infer.system.child_process import asking_for
 from infer.system.sized_cache import SizedCache
@@ -90,21 +91,21 @@ class RequestMaker:
 
     # From an `Ask` to its answers
 
-    def make(self, ask: Ask, number: int = 0, check: Check = lambda: None) -> list[Request]:
-        """Return the requests of prompt `number`, one for each answer. The prompt is read once.
+    def make(self, ask: Ask, check: Check = lambda: None) -> list[Request]:
+        """Return the requests of an ask of one prompt, one for each answer. The prompt is read once.
 
         `check` is called between the stages and may raise. Raises InvalidRequestError.
         """
         with asking_for(ask.options.tenant):
-            return list(self._requests(self._settled(ask), number, check))
+            return list(self._requests(self._settled(ask), check))
 
-    def sequences(self, ask: Ask, number: int = 0, check: Check = lambda: None) -> list[Sequence]:
-        """Return the sequences that answer prompt `number`. Raises InvalidRequestError."""
-        return [Sequence(request) for request in self.make(ask, number, check)]
+    def sequences(self, ask: Ask, check: Check = lambda: None) -> list[Sequence]:
+        """Return the sequences that answer an ask of one prompt. Raises InvalidRequestError."""
+        return [Sequence(request) for request in self.make(ask, check)]
 
     def sequence(self, ask: Ask, check: Check = lambda: None) -> Sequence:
         """Return the sequence that answers an ask of one prompt and one answer. Raises InvalidRequestError."""
-        (request,) = self.make(ask, 0, check)
+        (request,) = self.make(ask, check)
         return Sequence(request)
 
     def numbered(
@@ -124,7 +125,7 @@ class RequestMaker:
                 own = ask.options
                 if isinstance(given, Mapping):
                     own, given = split_options(own, given)
-                (request,) = self.make(replace(ask, prompts=[prompt], options=own, given=given), 0, check)
+                (request,) = self.make(replace(ask, prompts=[prompt], options=own, given=given), check)
             except InvalidRequestError as error:
                 if on_error is None:
                     raise type(error)(f"prompt {index}: {error}") from error
@@ -140,10 +141,6 @@ class RequestMaker:
             return ask.params[0]
         is_chat = is_conversation(ask.prompts[0])
         return params_of(ask.given, ask.sampling, self._sampling_defaults, is_chat=is_chat)
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt without tools or variables. Raises InvalidRequestError."""
-        return prompt_ids(prompt, self._tokenizer, self.limits.max_seq_len)
 
     def conversation(
         self, prompt: Prompt, options: RequestOptions, variables: Mapping[str, Any] | None = None
@@ -177,20 +174,20 @@ class RequestMaker:
             return replace(ask, variables=variables if is_conversation(ask.prompts[0]) else None)
         return ask
 
-    def _requests(self, ask: Ask, number: int, check: Check) -> Iterator[Request]:
+    def _requests(self, ask: Ask, check: Check) -> Iterator[Request]:
         """Yield the request of each answer, after reading the prompt."""
         limits, options, params = self.limits, ask.options, self.params_of(ask)
-        conversation = self.conversation(ask.prompts[number], options, ask.variables)
-        token_ids, num_truncated, messages = self._read(ask, number, params, conversation)
-        checkpoints: tuple[int, ...] = ()
-        if conversation is not None and messages and 0 < self._least_with_checkpoints < len(token_ids):
-            checkpoints = conversation.checkpoints(messages, token_ids)
-        form = None if conversation is None else conversation.answer_format(token_ids)
-        message_warnings = () if conversation is None else tuple(with_values(messages)[1])
+        conversation = self.conversation(ask.prompts[0], options, ask.variables)
+        token_ids, num_truncated, messages = self._read(ask, params, conversation)
+        form, message_warnings, checkpoints = None, tuple[str, ...](), tuple[int, ...]()
+        if conversation is not None:
+            form, message_warnings = conversation.answer_format(token_ids), tuple(with_values(messages)[1])
+            if messages and 0 < self._least_with_checkpoints < len(token_ids):
+                checkpoints = conversation.checkpoints(messages, token_ids)
         prompt = tuple(check_prompt(limits, token_ids, room=1))
         check_ids("answer_prefix", options.answer_prefix, limits.vocab_size)
         if options.prefill_chunk is not None:
-            check_count("prefill_chunk", options.prefill_chunk, 1, limits.step.tokens)
+            Count(1, limits.step.tokens).check("prefill_chunk", options.prefill_chunk)
         for each in ask.params or [params]:
             check()
             grammar = grammar_of(each)
@@ -218,7 +215,7 @@ class RequestMaker:
             )
 
     def _read(
-        self, ask: Ask, number: int, params: SamplingParams, conversation: Conversation | None
+        self, ask: Ask, params: SamplingParams, conversation: Conversation | None
     ) -> tuple[list[int], int, Items[Message]]:
         """Return what `fitted` returns for the rendered and tokenised prompt."""
         overflow = ask.options.overflow
@@ -230,7 +227,7 @@ class RequestMaker:
             token_ids = conversation.encode(prompt)
             return token_ids if ask.respell is None else ask.respell(token_ids)
 
-        prompt = ask.prompts[number] if ask.token_ids is None else ask.token_ids
+        prompt = ask.prompts[0] if ask.token_ids is None else ask.token_ids
         return fitted(prompt, encode, self.limits, params, overflow)
 
     def _warn(self, category: type[RequestWarning], message: str) -> None:

@@ -25,7 +25,7 @@ from infer.engine.session.session_cache import SessionCache, Tensors
 from infer.engine.session.session_file import read_session, write_session
 from infer.engine.session.transcript import Transcript, copied, keep_spelling, typed
 from infer.engine.step.request import check_prompt
-from infer.engine.step.request_options import RequestKeywords, RequestOptions, check_callback
+from infer.engine.step.request_options import CALLBACK, RequestKeywords, RequestOptions
 from infer.engine.step.sequence import Sequence as Answering
 from infer.engine.step.sequence import common_length
 from infer.errors import InvalidRequestError, closed
@@ -451,7 +451,7 @@ def begin_session(
 
 def _run(stream: Stream, on_token: OnToken | None) -> GenerationResult:
     try:
-        check_callback("on_token", on_token)
+        CALLBACK.check("on_token", on_token)
         return stream.run(on_token)
     finally:
         stream.close()

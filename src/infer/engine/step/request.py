@@ -1,11 +1,13 @@
 """A user's request, checked and immutable."""
 
+import operator
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NamedTuple, SupportsIndex, final
+from typing import Any, NamedTuple, final
 
 from infer.compute.operands.limits import StepLimits
 from infer.engine.step.request_options import RequestOptions
@@ -99,12 +101,20 @@ def check_prompt(limits: Limits, token_ids: Sequence[int], *, room: int) -> list
     return token_ids
 
 
+def whole_id(source: str, token_id: Any) -> int:
+    """Return an id as an int. Raises InvalidRequestError for anything that is not a whole number."""
+    if not isinstance(token_id, bool):
+        with suppress(TypeError):
+            return operator.index(token_id)
+    message = f"{source}: token ids must be whole numbers, got {token_id!r:.60}"
+    raise InvalidRequestError(message, param=source)
+
+
 def check_ids(source: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise InvalidRequestError for anything that is not an id of the vocabulary."""
     for token_id in token_ids:
-        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex)):
-            message = f"{source}: token ids must be whole numbers, got {token_id!r:.60}"
-            raise InvalidRequestError(message, param=source)
+        if type(token_id) is not int:
+            whole_id(source, token_id)
         if not 0 <= token_id < vocab_size:
             message = f"{source}: token ids must be from 0 to {vocab_size - 1}, got {token_id}"
             raise InvalidRequestError(message, param=source)

@@ -18,6 +18,7 @@ ReasoningPlace = Literal["auto", "none"]
 
 _ANY = Other("checked with the conversation", lambda value: True)
 _EVENT = Other("a threading.Event or None", lambda value: value is None or isinstance(value, threading.Event))
+CALLBACK = Other("a function or None", lambda value: value is None or callable(value))
 _IDS = Other("a list of token ids", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
 
 
@@ -134,15 +135,5 @@ def split_options(options: RequestOptions | None, keywords: Mapping[str, Any]) -
     if options is not None and not isinstance(options, RequestOptions):
         raise broken("options", "RequestOptions or None", options)
     own = {name: value for name, value in keywords.items() if name in OPTIONS}
-    return replace(options or RequestOptions(), **own), {n: v for n, v in keywords.items() if n not in OPTIONS}
-
-
-def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raise InvalidRequestError for a value that is not a whole number within these limits."""
-    Count(least, most).check(name, value)
-
-
-def check_callback(name: str, value: object) -> None:
-    """Raise InvalidRequestError for a value that is neither a function nor None."""
-    if value is not None and not callable(value):
-        raise broken(name, "a function or None", value)
+    made = RequestOptions(**own) if options is None else replace(options, **own)
+    return made, {name: value for name, value in keywords.items() if name not in OPTIONS}

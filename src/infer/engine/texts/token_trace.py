@@ -15,14 +15,14 @@ from infer.compute.sampling.trace import sample_trace
 from infer.engine.requests.answer import Work
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host
-from infer.engine.requests.prompt_encoding import Prompt
+from infer.engine.requests.prompt_encoding import Prompt, prompt_ids
 from infer.engine.step.request import Request, check_prompt
-from infer.engine.step.request_options import check_count
 from infer.engine.step.sequence import Lease
 from infer.engine.step.slots import keep_common
 from infer.engine.texts.text_states import step_tokens
 from infer.errors import InferError, InvalidRequestError
 from infer.outputs import SampleTrace, TokenLogprob
+from infer.parameters import Count
 from infer.request_limits import MAX_LOGPROBS
 
 
@@ -101,8 +101,9 @@ def score_prompt(
 
 def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
     """Return the ids of a prompt that is not answered. Raises InvalidRequestError."""
-    check_count("num", num_top, 0, MAX_LOGPROBS)
-    return check_prompt(host.requests.limits, host.requests.encode(prompt), room=0)
+    Count(0, MAX_LOGPROBS).check("num", num_top)
+    limits = host.requests.limits
+    return check_prompt(limits, prompt_ids(prompt, host.tokenizer, limits.max_seq_len), room=0)
 
 
 def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleTrace:
@@ -110,8 +111,8 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
 
     Raises InvalidRequestError if the answer ends before `step`, and the errors of `check_traceable`.
     """
-    check_count("step", step, 1, host.requests.limits.max_seq_len)
-    check_count("num_candidates", num_candidates, 1, host.requests.limits.vocab_size)
+    Count(1, host.requests.limits.max_seq_len).check("step", step)
+    Count(1, host.requests.limits.vocab_size).check("num_candidates", num_candidates)
     check_traceable(host)
     params = host.requests.params_of(ask)
     asked = replace(params, max_new_tokens=step, min_new_tokens=min(params.min_new_tokens, step))

@@ -73,7 +73,7 @@ def test_an_unread_answer_pauses_and_another_has_its_slot(world: World, engine: 
     assert stream.answer.is_paused
     loop.run(bool)  # the thread has done all that belongs to the last step
     assert MOST <= len(stream.sequence.pieces) < MOST + 1 + 4 < 120
-    assert loop.thread.num_sequences == 1
+    assert len(loop.thread.answers) == 1
     found += stream
     assert [piece.token_id for piece in found] == by_definition(world, case).token_ids
     assert Outcome.of(stream.result) == by_definition(world, case)
@@ -95,7 +95,7 @@ def test_a_paused_answer_that_is_closed_or_dropped_has_the_pieces_read(world: Wo
         assert Outcome.of(open_stream(loop, make_sequence(world, SHORT, Way())).run()) == by_definition(world, SHORT)
         assert sequence.finish_reason == "abort"
     until_idle(loop)
-    assert loop.thread.num_sequences == 0
+    assert len(loop.thread.answers) == 0
 
 
 def test_a_paused_answer_ends_with_its_timeout(world: World, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator["Steps"]:
 def until_idle(llm: LLM) -> None:
     loop = llm._opened.loop
     loop.run(bool)  # the thread has read all earlier messages
-    while loop.thread.num_sequences:
+    while loop.thread.answers:
         time.sleep(0.001)
 
 
@@ -255,7 +255,7 @@ async def test_a_stream_that_is_left_frees_its_slot_when_the_step_has_ended(
     del stream
     gc.collect()
     num_steps = len(steps.num_of_step)
-    while llm._opened.loop.thread.num_sequences > 1:
+    while len(llm._opened.loop.thread.answers) > 1:
         await asyncio.sleep(0)
     assert sum(number > 1 for number in steps.num_of_step[num_steps:]) <= 3
     assert len(await read(other)) == 119

@@ -188,7 +188,7 @@ async def ask_many(count):
         for _ in range(count // 20):
             await ask()
     await asyncio.gather(*(some() for _ in range(20)))
-    while host.loop.thread.num_sequences:
+    while host.loop.thread.answers:
         await asyncio.sleep(0.001)
 
 def state():
@@ -206,7 +206,7 @@ async def main():
     await ask_many(total)
     after = state()
     assert before[:3] == after[:3], (before, after)
-    assert not host.engine.sequences and not host.loop.thread.num_sequences
+    assert not host.engine.sequences and not host.loop.thread.answers
     assert after[3] <= 1.01 * before[3], (before, after)
     assert host.engine.snapshot().num_preemptions > 20
 

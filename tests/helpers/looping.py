@@ -25,7 +25,7 @@ def loop_of(engine: Engine) -> Loop:
 def until_idle(loop: Loop) -> None:
     """Wait until all answers have ended. Calls in turn would keep the thread from looking at paused answers."""
     loop.run(bool)
-    while loop.thread.num_sequences:
+    while loop.thread.answers:
         time.sleep(0.001)
 
 

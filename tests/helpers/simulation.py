@@ -243,7 +243,7 @@ class Simulation:
         """Mirror `Slots.admit`."""
         blocked = list[Request]()
         while True:
-            num_kept = self.queue.num_kept(self.running, self.now, self.machine.num_slots)
+            num_kept = self.queue.kept.count({each.tenant for each in self.running}, self.now, self.machine.num_slots)
             is_full = len(self.running) >= self.machine.num_slots - num_kept
             request = self.queue.next(self.running, blocked, is_full=is_full)
             if request is None:

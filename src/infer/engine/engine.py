@@ -77,8 +77,10 @@ class Engine:
             prefixes.is_busy = lambda: bool(sequences)
             prefixes.seconds_to_compute = self.scheduler.costs.predict_further
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
-        self._interrupt = Interrupt()  # set by threads that send a message to the loop
-        self._steps = Steps(self._slots, self.scheduler, self._drafting, self._interrupt)
+        self.interrupt = Interrupt()  # set by threads that send a message to the loop: a multi-step ends early
+        self._steps = Steps(self._slots, self.scheduler, self._drafting, self.interrupt)
+        # True if a row's length after a step is known before the step's tokens are sampled.
+        self._grows_evenly = not runner.compresses_prompts and runner.model.rope_border is None
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._faults = Faults()
 
@@ -138,14 +140,6 @@ class Engine:
         is_held_up = sequence.is_paused or sequence in self._loading or self._faults.alone not in (None, sequence)
         if sequence in self._sequences and not (sequence.has_slot or is_held_up):
             self._queue.wait(sequence)
-
-    def listen(self) -> None:
-        """Clear earlier interrupts, because the loop now reads the messages that they announced."""
-        self._interrupt.value = 0
-
-    def interrupt(self) -> None:
-        """Let a multi-step end after the current step. For any thread."""
-        self._interrupt.value = 1
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence. No later step computes it."""
@@ -302,11 +296,6 @@ class Engine:
             self._leaving.update(dict.fromkeys(active))
             active = self._steps.force(active)
         return self._steps.launch(active, behind)
-
-    @property
-    def _grows_evenly(self) -> bool:
-        """True if a row's length after a step is known before the step's tokens are sampled."""
-        return not self.runner.compresses_prompts and self.runner.model.rope_border is None
 
     def collect(self, launched: LaunchedStep | None) -> None:
         """End a step: each sequence accepts its sampled tokens, and the cache keeps these."""

@@ -184,8 +184,7 @@ class Answer:
         has_news = self.num_put > num_before and not self.only_end
         if self.shows_prefill and sequence.num_computed > self.num_prefilled:
             self.num_prefilled, has_news = sequence.num_computed, True
-        if sequence.has_ended:
-            self.has_ended = True
+        self.has_ended = sequence.has_ended
         if has_news or self.has_ended:
             self._waiters.notify()
 
@@ -249,10 +248,7 @@ class Answer:
         return pieces if pieces or has_ended or self.is_dropped else None
 
     def wait(self, num_prefilled: int = 0) -> None:
-        """Return when there is a piece, when the prompt has more than `num_prefilled` computed tokens, or at the end.
-
-        For a thread.
-        """
+        """Wait for a piece, more than `num_prefilled` computed tokens of the prompt, or the end. For a thread."""
         self._waiters.wait(partial(self._is_due, num_prefilled))
 
     async def wait_as_task(self) -> None:

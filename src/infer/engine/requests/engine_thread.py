@@ -38,9 +38,9 @@ class EngineThread(threading.Thread):
         self.refusal: Callable[[], InferError] | None = None  # the error for every new sequence
         self.failure: BaseException | None = None  # the exception that ended the engine for good
         self.is_over = False  # the thread takes no more messages
+        self.answers: dict[Sequence, Answer] = {}  # of the active sequences
 
         self._held = ExitStack()  # closed at the thread's end
-        self._answers: dict[Sequence, Answer] = {}  # of the active sequences
         self._calls = deque[EngineCall[Any]]()  # of those that have begun the first one continues
         self._debts: dict[str, float] = {}  # seconds of steps that others are owed for a tenant's calls
         self._why_failed = ""
@@ -62,9 +62,11 @@ class EngineThread(threading.Thread):
 
     def _run_until_idle(self) -> None:
         """Run steps and calls until none are left."""
-        while not self._is_closed and (self._answers or self._calls):
+        while not self._is_closed and (self.answers or self._calls):
             if self.engine is not None:
-                self.engine.listen()  # before the inbox is read: messages that arrive later interrupt the step
+                self.engine.interrupt.value = (
+                    0  # before the inbox is read: messages that arrive later interrupt the step
+                )
             while not self.inbox.empty():
                 self.inbox.get()()
             has_stepped = self._step()
@@ -72,7 +74,7 @@ class EngineThread(threading.Thread):
                 self._debts.clear()
             if (call := self._next_call()) is not None:
                 self._advance(call)
-            elif self._answers and not (has_stepped or self._is_closed):
+            elif self.answers and not (has_stepped or self._is_closed):
                 try:  # all answers pause
                     self.inbox.get(timeout=_POLL_SECONDS)()
                 except Empty:
@@ -96,7 +98,7 @@ class EngineThread(threading.Thread):
             answer.end()
             return
         sequence.is_streamed = not answer.only_end
-        self._answers[sequence] = answer
+        self.answers[sequence] = answer
         self._open_engine.submit(sequence, answer.lease)
 
     def refill(self, backlog: Backlog) -> None:
@@ -111,19 +113,19 @@ class EngineThread(threading.Thread):
     def drop(self, backlog: Backlog) -> None:
         """End the answers of a backlog, because they are no longer read."""
         backlog.end_waiting()
-        for sequence, answer in self._answers.items():
+        for sequence, answer in self.answers.items():
             if answer.backlog is backlog:
                 self._open_engine.cancel(sequence)
 
     def cancel(self, answer: Answer) -> None:
-        if answer.sequence in self._answers:
+        if answer.sequence in self.answers:
             self._open_engine.cancel(answer.sequence)
         else:
             answer.end()
 
     def proceed(self, answer: Answer) -> None:
         """Continue an answer whose reader has room again, or waits only for its end."""
-        if answer.sequence in self._answers:
+        if answer.sequence in self.answers:
             answer.sequence.is_streamed = not answer.only_end
             self._open_engine.proceed(answer.sequence)
 
@@ -144,19 +146,14 @@ class EngineThread(threading.Thread):
                 self.inbox.get_nowait()()
 
     @property
-    def num_sequences(self) -> int:
-        """Number of active sequences. For any thread."""
-        return len(self._answers)
-
-    @property
     def has_room(self) -> bool:
         """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway. For any thread."""
         engine = self.engine
-        return engine is not None and len(self._answers) < engine.max_running
+        return engine is not None and len(self.answers) < engine.max_running
 
     @property
     def _backlogs(self) -> set[Backlog]:
-        return {answer.backlog for answer in self._answers.values() if answer.backlog is not None}
+        return {answer.backlog for answer in self.answers.values() if answer.backlog is not None}
 
     @property
     def _open_engine(self) -> Engine:
@@ -168,7 +165,7 @@ class EngineThread(threading.Thread):
     def _step(self) -> bool:
         """Run a step if there is work."""
         engine = self.engine
-        if engine is None or not self._answers or self._is_closed:
+        if engine is None or not self.answers or self._is_closed:
             return False
         self.step_began = began = time.monotonic()
         engine.resting_tenants = self._debts.keys()
@@ -192,10 +189,10 @@ class EngineThread(threading.Thread):
         """Give the new pieces of these sequences to their answers, and call each event loop once."""
         relays = set[Relay]()
         for sequence in sequences:
-            answer = self._answers[sequence]
+            answer = self.answers[sequence]
             answer.put()
             if sequence.has_ended:
-                del self._answers[sequence]
+                del self.answers[sequence]
                 if answer.backlog is not None:
                     answer.backlog.num_running -= 1
                     self.refill(answer.backlog)
@@ -211,7 +208,7 @@ class EngineThread(threading.Thread):
 
     def _cancel_unread(self) -> None:
         """End the answers whose event loop is closed, because nothing can read them."""
-        for sequence, answer in self._answers.items():
+        for sequence, answer in self.answers.items():
             if answer.relay is not None and answer.relay.event_loop.is_closed():
                 self._open_engine.cancel(sequence)
 
@@ -230,7 +227,7 @@ class EngineThread(threading.Thread):
 
     def _advance(self, call: EngineCall[Any]) -> None:
         """Run the next part of a call. Each other tenant with answers is owed steps for as long."""
-        others, began = {each.tenant for each in self._answers} - {call.tenant}, time.monotonic()
+        others, began = {each.tenant for each in self.answers} - {call.tenant}, time.monotonic()
         try:
             if call.is_cancelled:
                 call.refuse(InferError("the call was cancelled"))
@@ -260,7 +257,7 @@ class EngineThread(threading.Thread):
         if self.refusal is not closed:
             self.refusal = lambda: EngineFailedError(f"{why}: load the model again")
         waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs)
-        for answer in (*self._answers.values(), *waiting):
+        for answer in (*self.answers.values(), *waiting):
             answer.fail(error, why)
         shown = type(error), error, error.__traceback__, threading.current_thread()
         try:
@@ -275,7 +272,7 @@ class EngineThread(threading.Thread):
         if self.engine is not None:
             with suppress(Exception):
                 self.engine.abandon()
-        ended = list(self._answers)
+        ended = list(self.answers)
         for sequence in ended:
             sequence.end()
         self._deliver(ended)

@@ -254,7 +254,7 @@ class Loop:
         """Let the thread call `message`. An urgent one ends a multi-step."""
         self.thread.inbox.put(message)
         if is_urgent and (engine := self.thread.engine) is not None:
-            engine.interrupt()
+            engine.interrupt.value = 1
         if self.thread.is_over:
             self.thread.refuse_all()
 

@@ -174,7 +174,7 @@ class Queue(Generic[Candidate_]):
     """
 
     def __init__(self) -> None:
-        self.tenants, self.lengths, self._kept = Tenants(), MeanLengths(EXPECTED_ANSWER), KeptSlots()
+        self.tenants, self.lengths, self.kept = Tenants(), MeanLengths(EXPECTED_ANSWER), KeptSlots()
         self._numbers, self._entries = count(1), count(1)
         self._num_ended_tokens = 0
         self._entered = set[Candidate_]()
@@ -197,7 +197,7 @@ class Queue(Generic[Candidate_]):
             self.tenants.charge(sequence.tenant, work_of(num_read, sequence.num_generated) - sequence.paid)
             self.lengths.learn(sequence.tenant, sequence.num_generated)
             self._num_ended_tokens += sequence.num_generated
-        self._kept.left(sequence.tenant, sequence.number, now)
+        self.kept.left(sequence.tenant, sequence.number, now)
         self.tenants.go(sequence.tenant)
         self.num_preemptions += sequence.num_preemptions
         self.reused_tokens += sequence.num_reused
@@ -294,15 +294,11 @@ class Queue(Generic[Candidate_]):
 
     # Slots
 
-    def num_kept(self, running: Iterable[Candidate_], now: float, num_slots: int) -> int:
-        """Return the number of free slots that are kept for tenants without a running sequence."""
-        return self._kept.count((each.tenant for each in running), now, num_slots)
-
     def enter(self, sequence: Candidate_) -> None:
         """Count a sequence that has got a slot. Its tenant pays for it once."""
         self.stop_waiting(sequence)
         sequence.num_before = sequence.num_generated
-        self._kept.entered(sequence.tenant, sequence.number)
+        self.kept.entered(sequence.tenant, sequence.number)
         if sequence.paid is None:
             sequence.paid, sequence.entry = self.work_of(sequence), next(self._entries)
             self._entered.add(sequence)
@@ -328,7 +324,7 @@ class Queue(Generic[Candidate_]):
     def gave(self, sequence: Candidate_, to: Candidate_) -> None:
         """Count a sequence that gave its slot to a sequence of another tenant."""
         self._gives_after = self._num_given + _WORTH * sequence.num_tokens
-        self._kept.got(to.number)
+        self.kept.got(to.number)
 
     def victim_of(self, running: Collection[Candidate_], size: Size[Candidate_]) -> Candidate_ | None:
         """Return the running sequence that loses its slot and pages, or None if at most one runs.

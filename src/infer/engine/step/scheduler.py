@@ -200,7 +200,7 @@ class Scheduler:
         self, demands: Sequence[Demand], prefilling: Sequence[int], num_tokens: int, seconds: float
     ) -> Iterable[tuple[int, int]]:
         """Return pairs (demand, tokens) that fill this many tokens and seconds."""
-        if seconds < inf and not self.costs.knows_further:
+        if seconds < inf and not self.costs.predict_further(1, 1):  # unknown
             num_tokens, seconds = min(num_tokens, FIRST_PROMPT_TOKENS), inf
         shortest = sorted(prefilling, key=lambda index: (demands[index].num_schedulable, demands[index].entry))
         oldest = min(prefilling, key=lambda index: demands[index].entry)

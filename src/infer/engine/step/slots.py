@@ -38,10 +38,10 @@ class SlotParams:
             self.history = runner.make_history(request.vocab_size)
         self.renew(sequence)
 
-    def select(self, sequences: Items[Sequence]) -> SamplingColumns:
-        """Return the columns for a step of these sequences."""
+    def select(self, slots: Items[int]) -> SamplingColumns:
+        """Return the columns for a step of the sequences in these slots."""
         assert self._columns is not None
-        self._columns.select([sequence.slot for sequence in sequences])
+        self._columns.select(slots)
         return self._columns
 
     def extend(self, sequence: Sequence, token_ids: Items[int]) -> None:
@@ -104,7 +104,9 @@ class Slots:
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
         held_back, now = set[Sequence](), time.perf_counter()
         while len(held_back) <= max_running:  # comparing more sequences takes too long
-            is_full = len(running) >= max_running - self.queue.num_kept(running, now, max_running)
+            is_full = len(running) >= max_running - self.queue.kept.count(
+                {each.tenant for each in running}, now, max_running
+            )
             sequence = self.queue.next(running, blocked, held_back, is_full=is_full)
             if sequence is None:
                 return

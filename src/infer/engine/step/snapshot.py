@@ -1,7 +1,7 @@
 """Snapshots of an engine, as values: for pictures, statistics, and forecasts of waiting times."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, final
 
 from infer.engine.step.sequence import Sequence
@@ -26,18 +26,9 @@ class SequenceState:
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Self:
-        return cls(
-            number=sequence.number,
-            tenant=sequence.tenant,
-            priority=sequence.priority,
-            slot=sequence.slot if sequence.has_slot else None,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_tokens=sequence.num_tokens,
-            num_computed=sequence.num_computed,
-            num_reused=sequence.num_reused,
-            num_preemptions=sequence.num_preemptions,
-            seconds=now - sequence.submitted_at,
-        )
+        """Return the state of a sequence, whose attributes have the names of the other fields."""
+        own = {"slot": sequence.slot if sequence.has_slot else None, "seconds": now - sequence.submitted_at}
+        return cls(**own | {each.name: getattr(sequence, each.name) for each in fields(cls) if each.name not in own})
 
 
 @final

@@ -92,11 +92,6 @@ class StepCosts:
         """Return the seconds of a step with this work. They are 0 before the first step."""
         return exp(self._pace) * _sum(self.costs, work.features)
 
-    @property
-    def knows_further(self) -> bool:
-        """True if the time of further tokens is known."""
-        return self.costs.per_token > 0 or self.costs.per_context > 0
-
     def predict_further(self, num_tokens: int, start: int) -> float:
         """Return the seconds that further tokens from position `start` on add. They are 0 if that is unknown."""
         context = context_of(num_tokens, start)

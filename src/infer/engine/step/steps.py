@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import NamedTuple, final
+from typing import final
 
 from infer.compute.operands.step import Chunk, Clock, Interrupt, StepEnd, sampled_after
 from infer.compute.ops import Generated, PendingStep
@@ -22,18 +22,7 @@ from infer.engine.step.sequence import Sequence
 from infer.engine.step.slots import Slots
 from infer.errors import OutOfPagesError
 
-
-class Work(NamedTuple):
-    """One sequence's share of a step."""
-
-    sequence: Sequence
-    chunk: Chunk
-
-    @property
-    def counts(self) -> bool:
-        """False if the sequence ended or lost its slot after the launch. Then the step's results for it are dropped."""
-        sequence, chunk = self
-        return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
+Work = tuple[Sequence, Chunk]  # one sequence's share of a step
 
 
 @final
@@ -55,7 +44,7 @@ class LaunchedStep:
     @property
     def counts(self) -> bool:
         """True if any sequence still takes part."""
-        return any(work.counts for work in self.works)
+        return any(_counts(work) for work in self.works)
 
     @property
     def may_be_followed(self) -> bool:
@@ -86,9 +75,10 @@ class Steps:
         """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
         if resting_tenants:
             wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
+        self._resting = []
         if len({each.tenant for each in wanting}) <= 1:
-            self._shares.choose(())
-            self._resting = []
+            if self._shares.is_shared:
+                self._shares.choose(())
             return wanting
         chosen = self._shares.choose([StepPart(each.tenant, 1, each.num_computed) for each in wanting])
         self._resting = [each for each in wanting if each.tenant not in chosen]
@@ -113,7 +103,7 @@ class Steps:
         if not works:
             return None
         chunks, history = [chunk for _, chunk in works], params.history
-        columns = params.select([sequence for sequence, _ in works])
+        columns = params.select([chunk.slot for chunk in chunks])
         if behind is not None and not runner.takes(chunks, columns):
             return None
         parts = list[StepPart]()
@@ -187,7 +177,7 @@ class Steps:
             others_stream=any(each.is_streamed and each.num_pending == 1 for each in self._resting),
         )
         return plan, [
-            Work(sequence, sequence.schedule(num_tokens, num_drafts))
+            (sequence, sequence.schedule(num_tokens, num_drafts))
             for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
         ]
 
@@ -196,10 +186,9 @@ class Steps:
     def keep_early(self, launched: LaunchedStep) -> None:
         """Let the cache keep the chunks of a running step, so that a step can be planned behind it."""
         launched.is_kept = True
-        for index, work in enumerate(launched.works):
-            if work.counts:
-                awaited = (sampled_after(index),) if work.chunk.has_logits else ()
-                self._keep(work.sequence, len(work.chunk.token_ids), awaited)
+        for index, (sequence, chunk) in enumerate(launched.works):
+            if _counts((sequence, chunk)):
+                self._keep(sequence, len(chunk.token_ids), (sampled_after(index),) if chunk.has_logits else ())
 
     def _keep(self, sequence: Sequence, count: int, awaited: Items[int] = ()) -> None:
         """Let the cache keep the next `count` tokens of a sequence, and make them available to others."""
@@ -210,7 +199,7 @@ class Steps:
 
     def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
-        works, parts, counted = launched.works, launched.parts, [work.counts for work in launched.works]
+        works, parts, counted = launched.works, launched.parts, list(map(_counts, launched.works))
         generated, held_up, cut = _wait(launched)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
@@ -237,7 +226,7 @@ class Steps:
         if self._drafting.model is not None:
             self._drafting.account(drafted, len(works), seconds - held_up, launched.draft_seconds, times)
         for row in cut:
-            self._slots.params.renew(works[row].sequence)
+            self._slots.params.renew(works[row][0])
         self._drafting.observe([sequence for sequence, chunk in compress(works, counted) if chunk.has_logits])
         if self._runner.compresses_prompts and not launched.is_kept:
             for sequence, _ in compress(works, counted):
@@ -253,6 +242,12 @@ class Steps:
             started, ended = max(started, self._last_ended if launched.is_behind else 0.0), ends[-1].sampling
         self._last_ended = ended
         return Clock(started, ends, ended)
+
+
+def _counts(work: Work) -> bool:
+    """Return False if the sequence ended or lost its slot after the launch: results of the step for it are dropped."""
+    sequence, chunk = work
+    return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
 
 
 def _wait(launched: LaunchedStep) -> tuple[Generated, float, Items[int]]:

@@ -88,7 +88,7 @@ def _batches_of(host: Host, given: TextIds, *, only_last: bool) -> Iterator[tupl
 def step_tokens(host: Host) -> int:
     """Return how many tokens a step may have so that others wait no longer than for their own steps."""
     costs = host.engine.scheduler.costs
-    if not host.loop.thread.num_sequences or not costs.costs.per_token:
+    if not host.loop.thread.answers or not costs.costs.per_token:
         return STEP_TOKENS
     return max(LEAST_PROMPT_TOKENS, min(STEP_TOKENS, costs.tokens_in(STREAM_SECONDS, 0)))
 

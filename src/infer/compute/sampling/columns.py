@@ -102,6 +102,7 @@ class SamplingColumns:
     masks: Int[Tensor, "masks words"]  # int32, one bit per token: `allowed_token_ids` and ids with a bias of +inf
     params: tuple[SamplingParams, ...]  # per row: what was written
     num_logprobs: tuple[int | None, ...]  # per row: requested alternatives; None: no log-probabilities
+    has_logprobs: bool  # a row requests log-probabilities
     selection: object  # a new object after each change of the selection, for users that cache derived values
     whole: dict[str, Tensor]  # each column with room for all slots, at a fixed address
 
@@ -187,6 +188,7 @@ class SamplingColumns:
             group.of_rows[:, :count] = group.of_slots[:, index]
         self.params = tuple(each.params for each in lists)
         self.num_logprobs = tuple(each.logprobs for each in self.params)
+        self.has_logprobs = any(each is not None for each in self.num_logprobs)
         has_lists = any(each.biases or each.end_ids or each.mask is not None for each in lists)
         if has_lists or self._has_lists:
             self._has_lists = True
@@ -240,11 +242,6 @@ class SamplingColumns:
     def has_filters(self) -> bool:
         """True if a filter may ban tokens of any row. No sampler may ask another way."""
         return bool(self.on_host("is_filtered").any())
-
-    @property
-    def has_logprobs(self) -> bool:
-        """True if a row requests log-probabilities."""
-        return any(count is not None for count in self.num_logprobs)
 
     def _lists_of(self, params: SamplingParams) -> _Lists:
         lists = _Lists(params)

@@ -169,7 +169,8 @@ class PrefixDisk:
                     is_last = True
                     break
                 num_loaded += 1
-            if not is_last and self._is_slow(num_loaded, num_in_memory, seconds):
+            num_tokens = num_loaded * self._page_tokens // self._exchange.num_groups
+            if not is_last and 0 < self.seconds_to_compute(num_tokens, num_in_memory) < seconds:
                 self._tell(f"reading {self._store.folder} takes longer than computing prompts")
                 is_last = True
             if is_last:
@@ -223,11 +224,6 @@ class PrefixDisk:
         except OSError as error:
             self._tell(f"{self._store.folder} cannot be read ({error.strerror})")
         return None
-
-    def _is_slow(self, num_loaded: int, num_in_memory: int, seconds: float) -> bool:
-        """Return True if the pages loaded so far took longer than their tokens would have taken."""
-        num_tokens = num_loaded * self._page_tokens // self._exchange.num_groups
-        return 0 < self.seconds_to_compute(num_tokens, num_in_memory) < seconds
 
     def _store_some(self) -> None:
         """Store some of the new pages. While answers are computed, store one page per group, and rest afterwards."""

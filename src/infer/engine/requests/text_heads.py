@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self, final
 
 import torch
@@ -15,6 +16,7 @@ from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
 from infer.files.heads.head_files import check_head
+from infer.files.heads.pooling import EmbeddingFiles
 from infer.files.heads.reranker_files import COPY, RERANK_INSTRUCTION, RERANK_PROMPT, RerankerFiles, Row, head_of
 from infer.files.heads.sentence_modules import TextPrompts
 from infer.files.tensors.lazy_weights import read_row
@@ -32,18 +34,11 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 @final
 @dataclass(frozen=True, eq=False)
 class Embedder:
-    """How states become a vector of `size` values.
-
-    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. A call that names
-    no number of dimensions keeps the first `dimensions`; None means all.
-    """
+    """How states become a vector of `size` values: as the model's `files` say, whose layers are the `head`."""
 
     size: int
-    pooling: Pooling = "mean"
+    files: EmbeddingFiles = field(default_factory=partial(EmbeddingFiles, "mean"))
     head: Head = field(default_factory=Head)
-    normalizes: bool = True
-    skips_prompt: bool = False
-    dimensions: int | None = None
 
 
 @final
@@ -151,9 +146,7 @@ def make_text_heads(checkpoint: Checkpoint, tokenizer: Tokenizer, reranker: Rera
     size = _state_size(checkpoint)
     embedder = classifier = None
     if (files := checkpoint.embedding) is not None:
-        outputs = check_head(files.head, size)
-        head = load_head(files.head)
-        embedder = Embedder(outputs, files.pooling, head, files.normalizes, files.skips_prompt, files.dimensions)
+        embedder = Embedder(check_head(files.head, size), files, load_head(files.head))
     if (found := checkpoint.classifier) is not None:
         check_head(found.head, size)
         classifier = Classifier(load_head(found.head), found.labels, found.scale, found.pooling, found.pad_id)

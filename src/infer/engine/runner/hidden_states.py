@@ -164,13 +164,14 @@ class TextEncoder:
         if len(texts) > 1 and sum(lengths) > self.step_tokens:
             raise InvalidRequestError(f"texts must have {self.step_tokens} tokens together, got {sum(lengths)}")
         self._cache.hold(lengths, second_starts)
-        step, num_stages = _step_of(texts), self._model.num_stages
+        chunks = [Chunk(row, text, has_logits=False) for row, text in enumerate(texts)]
+        step, num_stages = Step.of_chunks(chunks, [0] * len(chunks)), self._model.num_stages
         if len(step.tokens) <= self.step_tokens:
             states = self._final(self._stages.run(0, num_stages, None, step.to(self._model.device)))
             ends = accumulate(lengths)
             yield [(row, states[end - count : end]) for row, (count, end) in enumerate(zip(lengths, ends, strict=True))]
             return
-        tiles = [_tile(step, start, self.step_tokens) for start in range(0, len(step.tokens), self.step_tokens)]
+        tiles = list(step.pieces(self.step_tokens, max_logits=0))
         streams: list[Tensor | None] = [None] * len(tiles)
         for index in range(num_stages):
             for number, tile in enumerate(tiles):
@@ -184,18 +185,3 @@ class TextEncoder:
 
     def _final(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         return self._model.final_norm(x).float().cpu().clone()
-
-
-def _step_of(texts: Sequence[Sequence[int]]) -> Step:
-    lengths = torch.tensor([len(text) for text in texts])
-    return Step(
-        tokens=torch.tensor([token for text in texts for token in text], dtype=torch.int64),
-        positions=torch.cat([torch.arange(length) for length in lengths.tolist()]),
-        rows=torch.repeat_interleave(lengths),
-        logit_indices=torch.zeros(0, dtype=torch.int64),
-    )
-
-
-def _tile(step: Step, start: int, num_tokens: int) -> Step:
-    end = start + num_tokens
-    return Step(step.tokens[start:end], step.positions[start:end], step.rows[start:end], step.logit_indices)

@@ -99,11 +99,12 @@ def embed(
     """
     heads, tokenizer = host.facts.heads, host.tokenizer
     embedder = heads.embedder or Embedder(host.model.architecture.hidden_size)
+    files = embedder.files
     options.check(embedder.size)
     host.check_has_states()
     before, num_first = heads.prompts.text_of(options.prompt_name), 0
-    name, num_kept = "text" if num_documents is None else "document", options.dimensions or embedder.dimensions
-    if before and embedder.skips_prompt:  # but not a special token at the prompt's end, like sentence-transformers
+    name, num_kept = "text" if num_documents is None else "document", options.dimensions or files.dimensions
+    if before and files.skips_prompt:  # but not a special token at the prompt's end, like sentence-transformers
         ids = tokenizer.encode(before)
         num_first = len(ids[:-1] if ids and ids[-1] in tokenizer.special_token_ids else ids)
 
@@ -117,13 +118,13 @@ def embed(
 
     def finish(values: list[Tensor]) -> Float[Tensor, "texts size"]:
         vectors = (torch.stack(values) if values else torch.zeros(0, embedder.size))[:, :num_kept]
-        is_normalized = embedder.normalizes if options.normalize is None else options.normalize
+        is_normalized = files.normalizes if options.normalize is None else options.normalize
         return (torch.nn.functional.normalize(vectors) if is_normalized else vectors).float()
 
     return TextTask(
         host,
         lambda check: read_texts(host, (text for text, _ in pairs_of(texts, None)), read, check, name, num_documents),
-        partial(values_of, host, options.pooling or embedder.pooling, embedder.head.of),
+        partial(values_of, host, options.pooling or files.pooling, embedder.head.of),
         finish,
         (embed, options.pooling),
     )

@@ -77,6 +77,7 @@ class _ModelKeywords(TypedDict, total=False):
     memory_threshold_mb: int | None
     state_memory_mb: int | None
     draft_model: str | Path | None
+    draft_head: bool
     max_seq_len: int | None
     grammar_backend: GrammarBackend
     tensor_parallel: int
@@ -116,6 +117,8 @@ class LLM(TextCalls):
         draft_model: A smaller model with the same vocabulary, which drafts tokens that this model verifies. Answers
             have the same tokens, and are faster if drafts are often right. Drafts that take more time than they save
             are not made.
+        draft_head: False leaves out the model's own head that drafts tokens (multi-token prediction). True loads it if
+            its files have one, on a CPU, in one process, without a `draft_model`, and if it fits in memory.
         max_seq_len: Number of tokens of the context. None: the model's own, but at most 8,192.
         kv_type: This argument and those up to `state_memory_mb` are fields of `CacheSettings`.
         prefix_disk: Limit of the files in the user's cache folder that store the beginnings of prompts for later

@@ -106,6 +106,8 @@ class ModelSettings:
         None, MODEL, "A smaller model with the same vocabulary that drafts tokens: faster where they pay, same tokens.",
         group="draft", flags=("-md", "--draft-model", "--model-draft"), metavar="NAME|PATH",
         other_names=("model_draft", "draft", "speculative_model", "assistant_model"), takes="str | Path | None")
+    draft_head: bool = parameter(
+        True, Flag(), "Leave out the model's own head that drafts tokens.", group="draft", other_names=("mtp",))
     max_seq_len: int | None = parameter(
         None, Whole(2, is_optional=True, is_range=False),
         "Context: tokens of prompt and answer together.  [default: the model's own, at most 8192]",

@@ -33,7 +33,7 @@ TYPED: dict[str, tuple[str, Any, Any]] = {
     "tensor_parallel": ("--tensor-parallel 2", 2, 0), "capture": ("--no-capture", False, None),
     "chat_template": ("--chat-template FILE", "{{ messages }}", None), "allow_special": ("--allow-special", True, None),
     "device": ("--device cuda:1", "cuda:1", None), "reranker": ("--reranker qwen3", "qwen3", "any"),
-    "draft_model": ("--draft-model small", "small", None),
+    "draft_model": ("--draft-model small", "small", None), "draft_head": ("--no-draft-head", False, None),
     "pool_pages": ("--pool-pages 20", 20, 0), "prefix_disk": ("--prefix-disk 2GB", 2 * 10**9, "much"),
     "experts_memory": ("--experts-memory 6GB", 6 * 10**9, "much"),
 }  # fmt: skip

@@ -8,18 +8,21 @@ import pytest
 from transformers import LlamaConfig
 
 from byte_tokenizer import write_byte_tokenizer
-from draft_trials import always_drafting
+from draft_trials import Lavish, always_drafting
 from infer import LLM, ModelError, SamplingParams
 from infer.cli import main
 from infer.cli.commands.serve_command import _lines
+from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.step.model_drafter import ModelDrafter
 from infer.model_settings import ModelSettings
 from infer.models.catalog.served_plan import plan_served
+from infer.models.draft_plan import DraftPlan
 from refusals import check_refused
 from served import serving
 from test_session import NUM_TOKENS, TEMPLATE, check_turn, make_model
 from tiny import Tiny, make_tiny
 
+ASSETS = Path(__file__).parents[1] / "data"
 PARAMS = [
     SamplingParams(temperature=0, max_new_tokens=20),
     SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, stop=["zq"], logprobs=2, max_new_tokens=20),
@@ -133,3 +136,76 @@ def test_a_draft_model_that_does_not_fit_names_itself(
         "infer.compute.backends.torch_backend.TorchBackend.available_bytes", lambda self: next(sizes, 40_000)
     )
     check_refused(lambda: LLM(folder, draft_model=draft), f"{draft.name} needs", ModelError)
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the model with a head that `benchmarks/train_draft_head.py` trained."""
+    folder = tmp_path_factory.mktemp("headed")
+    for file in (ASSETS / "draft-head").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    write_byte_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
+
+
+def test_a_model_drafts_with_its_own_head(headed: Path) -> None:
+    """In batches, streams and sessions."""
+    prompts = ["The quiet river ", "No teacher paints those bridges. Every ", "Another"]
+    params = [
+        SamplingParams(temperature=0, max_new_tokens=60),
+        SamplingParams(temperature=0.7, seed=3, max_new_tokens=60),
+        SamplingParams(regex="[a-z .]{30,50}", seed=1, temperature=0.9),
+    ]
+    with LLM(headed, draft_head=False) as plain:
+        expected = [plain.generate(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        with always_drafting(), LLM(headed) as own:
+            assert own.system_fingerprint == plain.system_fingerprint
+            results = own.generate_all(prompts, params)
+            streamed = [own.stream(prompt, each).run() for prompt, each in zip(prompts, params, strict=True)]
+            off = own.generate(prompts[0], params[0], speculation="off")
+            session = own.session()
+            for text in ("The small ", "engine"):
+                check_turn(plain, session, text, params[0], speculation="draft")
+            with serving(own, model="tiny") as served:
+                lines = list(_lines(own, served.state.settings, "http://host"))
+        check_refused(lambda: plain.generate("a", speculation="draft"), "needs a draft model")
+    assert "drafts   by the model's own head, while they save time (--no-draft-head)" in lines
+    for answers in (results, streamed, [off]):
+        assert [each.token_ids for each in answers] == [each.token_ids for each in expected][: len(answers)]
+    assert off.stats.drafts_proposed == 0
+    assert min(result.stats.drafts_accepted for result in streamed[:2]) > 10
+
+
+class OneDraft(Lavish):
+    """A policy that drafts one token in each step."""
+
+    def num_draft_tokens(self, *arguments: Any) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_trained_head_is_nearly_always_right(
+    temperature: float, headed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a temperature, too: its noise is that of the answer. Random words follow, but few letters decide them."""
+    monkeypatch.setattr(NgramDrafter, "confidence", lambda drafter, slot: 0)
+    with always_drafting(), LLM(headed) as llm:
+        monkeypatch.setattr("infer.engine.step.drafting.DraftPolicy", OneDraft)
+        stats = llm.generate("The quiet river ", temperature=temperature, seed=2, max_new_tokens=150).stats
+    assert stats.drafts_proposed > 60
+    assert stats.drafts_accepted > 0.85 * stats.drafts_proposed
+
+
+def test_estimates_count_the_models_own_head(headed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--no-draft-head"]):
+        assert main(["estimate", str(headed), "--json", *flags]) == 0
+    own, without = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert own["draft_bytes"] > 4 * 64 * 64 == 4 * 64 * 64 + without["draft_bytes"]
+    assert own["total_bytes"] == without["total_bytes"] + own["draft_bytes"]
+
+
+def test_a_head_that_does_not_fit_is_left_out(headed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftPlan, "num_bytes", lambda plan, load: 1 << 60)
+    with LLM(headed) as llm:
+        assert llm.generate("The", temperature=0, max_new_tokens=3).stats.drafts_proposed == 0
+        assert not llm._opened.has_draft_head

@@ -12,7 +12,7 @@ from torch import Tensor
 from infer.compute.operands.step import Chunk, Masks
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
-from infer.engine.runner.runner import verify
+from infer.engine.runner.verify import verify
 from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")

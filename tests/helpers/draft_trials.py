@@ -1,10 +1,12 @@
 """Engines with a draft model that always drafts, whatever it costs, and comparisons of their answers.
 
-A draft model may be the model itself, which is often right, or any other with the same tokens, which seldom is.
+A draft model may be the model itself, which is often right, or any other with the same tokens, which seldom is. A head
+of random weights is right where noise decides.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,15 +15,30 @@ from typing import Any
 import pytest
 
 import path_cases
+from head_models import Head, load_with_head, make_headed
 from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.runner.runner import Runner
+from infer.engine.runner.token_states import HeadInput, TokenStates
 from infer.engine.speculation.policy import Priors, Stake
-from infer.engine.step.model_drafter import ModelDrafter
+from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
 from infer.engine.step.sequence import Sequence as Answering
 from infer.outputs import GenerationResult
 from looping import loop_of
-from path_cases import CONTEXT, VOCAB_SIZE, Always, Case, Outcome, Way, World, all_by_definition, make_world
+from path_cases import (
+    CONFIGS,
+    CONTEXT,
+    VOCAB_SIZE,
+    Always,
+    Case,
+    Outcome,
+    Way,
+    World,
+    all_by_definition,
+    finish_world,
+    make_world,
+)
+from tiny import Tiny
 
 
 class Lavish(Always):
@@ -50,11 +67,24 @@ def drafting_world(name: str) -> World:
         return make_world(name, Path(folder))
 
 
+@cache
+def headed_world(name: str) -> tuple[World, World, Head]:
+    """Return a world with a head, the head as a world, and both as published."""
+    with TemporaryDirectory() as folder:
+        head = make_headed(Tiny(name, CONFIGS[name]), Path(folder))
+        world = finish_world(Path(folder))
+        _, model = load_with_head(Path(folder))
+        return world, replace(world, model=model), head
+
+
 def make_engine(world: World, draft: World, num_slots: int, **options: Any) -> tuple[Engine, ModelDrafter]:
     """Return an engine, and its draft model. `options` are the options of the draft model's runner."""
-    own = {"num_slots": num_slots} | options
-    drafter = ModelDrafter(Runner(draft.model, own.pop("capacity", CONTEXT), **own), VOCAB_SIZE)
-    runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings)
+    own, head_input, states = {"num_slots": num_slots} | options, None, None
+    if draft.model.state_input is not None:
+        own["states"], states = TokenStates(draft.model, 1), TokenStates(world.model, FIRST_TOKENS)
+        head_input = HeadInput(draft.model, states, own["states"])
+    drafter = ModelDrafter(Runner(draft.model, own.pop("capacity", CONTEXT), **own), VOCAB_SIZE, head_input)
+    runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=world.settings, states=states)
     return Engine(runner, draft_model=drafter, max_steps=4), drafter
 
 

@@ -17,6 +17,7 @@ import torch
 from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Glm4MoeConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -84,6 +85,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_hidden_layers=4, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
         linear_value_head_dim=16, **_SIZES,
     ),
+    "sigmoids": Glm4MoeConfig(
+        num_hidden_layers=2, head_dim=16, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, **_SIZES,
+    ),
 }  # fmt: skip
 
 
@@ -111,7 +115,13 @@ def make_folder(name: str, folder: Path) -> Path:
 
 
 def make_world(name: str, folder: Path) -> World:
-    make_folder(name, folder)
+    make_tiny(Tiny(name, CONFIGS[name]), folder)
+    return finish_world(folder)
+
+
+def finish_world(folder: Path) -> World:
+    """Return the world of a model that has no tokenizer yet."""
+    write_byte_tokenizer(folder, merges=MERGES)
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
     return World(model, tokenizer, make_compiler(tokenizer), folder)

@@ -9,6 +9,7 @@ of q and k, Gemma's w for 1 + w). `lazy_weights` undoes these changes.
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from infer.files.config import (
     generation_config_from_folder,
     generation_config_from_gguf,
 )
-from infer.files.gguf.forms import form_of, form_of_family
+from infer.files.gguf.forms import GGUFForm, form_of, form_of_family
 from infer.files.gguf.gguf_split import read_whole_gguf
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.files.heads.sentence_modules import TextPrompts, prompts_from_folder, prompts_from_gguf, text_limit
 from infer.files.hub.find import resolve
+from infer.files.tensors.drafting_tensors import drafting_tensors, own_tensors
 from infer.files.tensors.fused_tensors import taken_apart
 from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of
 from infer.files.tensors.quantised_tensors import with_joined_matrices
@@ -45,7 +47,6 @@ from infer.system.open_file import OpenFile
 
 __all__ = ["Checkpoint", "open_checkpoint", "resolve"]
 
-_MOST_DRAFTING_LAYERS = 64
 _NUM_SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 1024, 64, 1 << 20  # samples of a file that identify it
 
 
@@ -63,6 +64,7 @@ class Checkpoint:
     prompts: TextPrompts = field(default_factory=TextPrompts)  # the prompts of such a model
     reranker: RerankerFiles | None = None  # None unless the model is a reranker
     classifier: ClassifierFiles | None = None
+    drafting: Mapping[str, TensorInfo] = field(default_factory=dict, repr=False)  # of a layer that only drafts tokens
 
     def without_metadata(self) -> "Checkpoint":
         """Return the checkpoint without metadata.
@@ -106,23 +108,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     form = form_of_family(config)
     quantisation = quantisation_of(folder, config)
     in_files = read_safetensors_folder(folder)
-    stored = with_joined_matrices(in_files, quantisation)
-    added = 1.0 if form.are_norms_less_one else 0.0
-    whole = {"model.norm.weight"} if form.is_last_norm_whole else set[str]()
-    tensors, is_encoder = dict[str, TensorInfo](), form.is_encoder
-    names = encoder_names(stored) if is_encoder else names_from_hugging_face(stored)
-    for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
-        _check_supported(info)
-        tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
-    if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
-        # safetensors stores a shared matrix under one of its names.
-        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
-    if form.are_matrices_transposed:
-        tensors = {name: _transposed(name, info) for name, info in tensors.items()}
-    own = _without_drafting_layers(tensors, config)
-    tensors = taken_apart(own, config, form.stacks, has_gates_in_q=form.has_gates_in_q)
-    if form.paired_share:
-        tensors = _with_paired_rows(tensors, config, form.paired_share)
+    read = partial(_tensors_of_folder, folder, config, form)
+    tensors, is_encoder = read(with_joined_matrices(own_tensors(in_files, config), quantisation)), form.is_encoder
+    drafting = drafting_tensors(in_files, config, lambda layer: read(with_joined_matrices(layer, quantisation)))
     embedding, classifier = embedding_from_folder(folder), classifier_from_folder(folder, config, tensors)
     reranker, prompts = reranker_from_folder(folder, tensors, classifier), prompts_from_folder(folder)
     if (limit := text_limit(folder, is_encoder=is_encoder)) is not None:
@@ -134,7 +122,27 @@ def _open_folder(folder: Path) -> Checkpoint:
         config["tie_word_embeddings"] = True
     files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
     others = tensors, generation_config_from_folder(folder), files
-    return Checkpoint(folder, config, {}, *others, embedding, prompts, reranker, classifier)
+    return Checkpoint(folder, config, {}, *others, embedding, prompts, reranker, classifier, drafting)
+
+
+def _tensors_of_folder(
+    folder: Path, config: Mapping[str, Any], form: GGUFForm, stored: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Return a folder's tensors under our names, with what its format changed."""
+    added = 1.0 if form.are_norms_less_one else 0.0
+    whole = {"model.norm.weight"} if form.is_last_norm_whole else set[str]()
+    tensors = dict[str, TensorInfo]()
+    names = encoder_names(stored) if form.is_encoder else names_from_hugging_face(stored)
+    for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
+        _check_supported(info)
+        tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
+    if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
+        # safetensors stores a shared matrix under one of its names.
+        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
+    if form.are_matrices_transposed:
+        tensors = {name: _transposed(name, info) for name, info in tensors.items()}
+    tensors = taken_apart(tensors, config, form.stacks, has_gates_in_q=form.has_gates_in_q)
+    return _with_paired_rows(tensors, config, form.paired_share) if form.paired_share else tensors
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -150,13 +158,17 @@ def _open_gguf(path: Path) -> Checkpoint:
                 info.fail(f"expected rows for {count} heads of even size, got the shape {info.shape}")
             rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
             tensors[name] = replace(info, num_paired_heads=count, num_paired_rows=rotated)
-    own = _without_drafting_layers(tensors, config)
-    tensors = with_scaled_types(taken_apart(own, config, has_gates_in_q=form.has_gates_in_q))
+
+    def read(some: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        return with_scaled_types(taken_apart(some, config, has_gates_in_q=form.has_gates_in_q))
+
+    drafting, tensors = drafting_tensors(tensors, config, read), read(own_tensors(tensors, config))
     embedding = embedding_from_gguf(path, file.metadata, tensors)
     classifier = classifier_from_gguf(path, file.metadata, tensors)
     reranker = reranker_from_gguf(path, file.metadata, tensors, classifier)
     others = config, file.metadata, tensors, generation_config_from_gguf(file), file.files
-    return Checkpoint(file.path, *others, embedding, prompts_from_gguf(path, file.metadata), reranker, classifier)
+    prompts = prompts_from_gguf(path, file.metadata)
+    return Checkpoint(file.path, *others, embedding, prompts, reranker, classifier, drafting)
 
 
 def _transposed(name: str, info: TensorInfo) -> TensorInfo:
@@ -193,16 +205,6 @@ def _with_paired_rows(
                     paired = replace(tensors[each], num_paired_heads=num_rows // head_rows)
                     found[each] = replace(paired, num_paired_rows=rotated)
     return found
-
-
-def _without_drafting_layers(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """Return the tensors without those of layers that only draft tokens, which follow the network's own layers."""
-    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_DRAFTING_LAYERS:
-        return tensors
-    stems = ("model.layers", "blk")  # the second for tensors without a name of ours
-    prefixes = tuple(f"{stem}.{index}." for stem in stems for index in range(first, first + count))
-    return {name: info for name, info in tensors.items() if not name.startswith(prefixes)}
 
 
 def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, str]) -> dict[str, TensorInfo]:

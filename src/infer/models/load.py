@@ -15,6 +15,7 @@ from infer.compute.operands.mixers import QueryScale, Rope
 from infer.compute.operands.weights import Projection, RopeTable, TextInputWeights
 from infer.models.layers import LoadedLayer, load_layer
 from infer.models.layers.per_layer_input import load_per_layer_weights
+from infer.models.layers.state_input import LoadedStateInput
 from infer.models.memory.memory_estimate import LoadSettings, loaded_types, type_of_keys
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.transformer import Transformer
@@ -37,6 +38,7 @@ def load_transformer(
     group: Group | None = None,
     on_input: OnInput | None = None,
     experts: ops.ExpertStore | None = None,
+    shared: Transformer | None = None,
 ) -> Transformer:
     """Return a model that is ready to run. If a `group` runs the model together, return this rank's part.
 
@@ -44,7 +46,8 @@ def load_transformer(
     `keep_floats_as` quantises matrices that are stored as floats. Matrices that the file stores quantised stay
     unchanged. If `step_limits` is None, a step has the backend's limits. `on_input` is called with the name and the
     inputs of each matrix of a layer, before each product; only the reference backend calls it. With `experts`, experts
-    are read from this store's file while the model runs.
+    are read from this store's file while the model runs. A head that drafts has the embedding and the projection to
+    logits of `shared`.
 
     Raises ModelError that lists every missing, extra and misshapen tensor, at most twenty.
     """
@@ -67,7 +70,9 @@ def load_transformer(
         on_input=on_input,
         experts=experts,
     )
-    embedding, head = _ends(architecture, loader, is_shared=group is not None)
+    ends = (shared.embedding, shared.head) if shared is not None else _ends(architecture, loader)
+    embedding, head = ends
+    limits = step_limits or backend.step_limits
     with nullcontext() if experts is None else experts.loading():
         layers = tuple(_each_layer(architecture, loader, on_progress))
     per_layer = architecture.per_layer_input
@@ -77,11 +82,14 @@ def load_transformer(
         embedding=embedding,
         per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
         layers=layers,
+        state_input=LoadedStateInput.load(embedding, architecture.embedding_scale, limits.tokens, loader)
+        if architecture.has_state_input
+        else None,
         text_inputs=None if architecture.text_inputs is None else load_text_inputs(architecture.text_inputs, loader),
         norm=loader.norm("model.norm", architecture.logit_scale) if architecture.has_last_norm else None,
         head=head,
         max_seq_len=positions,
-        step_limits=step_limits or backend.step_limits,
+        step_limits=limits,
         backend=backend,
         dtype=backend.activation_dtype(dtype),
         kv_type=backend.kv_type(dtype, type_of_keys(architecture, weights)),
@@ -89,10 +97,10 @@ def load_transformer(
     )
 
 
-def _ends(architecture: Architecture, loader: WeightLoader, *, is_shared: bool) -> tuple[Projection, Projection]:
+def _ends(architecture: Architecture, loader: WeightLoader) -> tuple[Projection, Projection]:
     """Return the embedding and the head. Tied ones are the same, unless ranks divide the rows of the head."""
     embedding = loader.projection("model.embed_tokens", label="embed")
-    if architecture.tied_embeddings and not is_shared:
+    if architecture.tied_embeddings and loader.group is None:
         return embedding, embedding
     name = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
     return embedding, loader.by_rows(name, label="head")

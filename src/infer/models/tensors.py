@@ -31,6 +31,10 @@ def expected_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.bias"] = (vocab,)
     if architecture.per_layer_input is not None:
         shapes |= architecture.per_layer_input.model_shapes(hidden, vocab, len(architecture.layers))
+    if architecture.has_state_input:
+        shapes["model.layers.0.eh_proj.weight"] = (hidden, 2 * hidden)
+        for name in ("enorm", "hnorm"):
+            shapes |= architecture.norms.shapes(f"model.layers.0.{name}", hidden)
     for index, layer in enumerate(architecture.layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.shapes(hidden).items()}
     return shapes

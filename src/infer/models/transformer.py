@@ -19,6 +19,7 @@ from infer.compute.operands.mixers import Mixer, keeps
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Norm, PerLayerWeights, Projection, TextInputWeights
 from infer.models.layers import LoadedAttention, LoadedLayer
+from infer.models.layers.state_input import LoadedStateInput
 
 
 @final
@@ -36,6 +37,7 @@ class Transformer:
     backend: ops.Backend
     dtype: torch.dtype  # of the residual stream
     kv_type: str  # default type of stored keys and values
+    state_input: LoadedStateInput | None = None  # of a head that drafts for another model
     rope_border: int | None = None  # longer sequences use the second set of rope factors; None: there is only one set
 
     @property
@@ -60,17 +62,23 @@ class Transformer:
 
     def forward(self, step: Step, cache: PagedCache) -> Float[Tensor, "logits vocab"]:
         """Return float32 logits at `step.logit_indices`, and append the step's keys and values provisionally."""
+        return self.logits(self.residual(step, cache), step)
+
+    def logits(self, residual: Float[Tensor, "tokens hidden"], step: Step) -> Float[Tensor, "logits vocab"]:
+        """Return float32 logits at `step.logit_indices`, after the last layer."""
         assert self.norm is not None
         with ops.using(self.backend):
-            x = self.residual(step, cache)
-            return ops.head(x, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
+            return ops.head(residual, step.logit_indices, self.norm, self.head, self.architecture.logit_softcap)
 
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
             network = self.architecture
             eps = network.norm_eps if network.has_embedding_norm else None
-            x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
+            if self.state_input is None:
+                x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
+            else:
+                x = self.state_input.read(step)
             if self.text_inputs is not None:
                 x = ops.add_text_inputs(x, step, None, self.text_inputs)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)

@@ -197,7 +197,7 @@ def run_estimate(options: EstimateOptions) -> None:
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     budget = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=num_tokens, pool_pages=options.pool_pages)
     found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
-    draft_bytes = plan_draft_bytes(replace(settings, device=options.device), num_tokens, load)
+    draft_bytes = plan_draft_bytes(replace(settings, device=options.device), checkpoint, num_tokens, load)
     rest = 0 if available is None else available - found.process - draft_bytes
     most = max(own, num_tokens)
     kv_type, generates = found.kv_type, not architecture.reads_whole_texts
@@ -259,7 +259,7 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["draft_bytes"]:
-        remarks["draft"] = "weights, cache and workspace of the draft model"
+        remarks["draft"] = "weights, cache and workspace of the draft model, or of the model's own head that drafts"
     if report["device"] == "cuda":
         del remarks["process"]  # it is in the host's memory, not in the GPU's
         remarks["workspace"] += ", twice, with kernels and the history of all rows"

@@ -171,7 +171,7 @@ def stats_lines(results: Sequence[GenerationResult], params: SamplingParams, opt
     stats = GenerationStats(*map(sum, zip(*(astuple(result.stats) for result in results), strict=True)))
     count = sum(result.generated_tokens for result in results)
     held = [name for name in CONSTRAINTS if getattr(params, name) is not None]
-    speculation = options.speculation or ("draft" if options.settings.draft_model else "off")
+    speculation = options.speculation or ("draft" if options.settings.draft_model or stats.drafts_proposed else "off")
     guessed = [] if speculation == "off" else [f"{speculation} speculation"]
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),

@@ -171,6 +171,8 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
             yield f"experts  at most {num_bytes / 1e9:g} GB of them in memory (--experts-memory)"
         if (draft := llm._opened.settings.draft_model) is not None:
             yield f"drafts   {draft}, while they save time"
+        elif llm._opened.has_draft_head:
+            yield "drafts   by the model's own head, while they save time (--no-draft-head)"
         num_bytes = llm._opened.settings.prefix_disk or 0
         if (prefixes := llm._opened.engine.prefixes) is not None:
             yield f"prefixes {prefixes.folder}, at most {num_bytes / 1e9:g} GB (--prefix-disk)"

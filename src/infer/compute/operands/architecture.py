@@ -109,6 +109,7 @@ class Architecture:
     has_last_norm: bool = True
     has_head_bias: bool = False
     text_limit: int | None = None  # most tokens of a text for which an embedding model was made
+    has_state_input: bool = False  # a head that drafts: each token's embedding is joined with a state of its model
 
     @property
     def reads_whole_texts(self) -> bool:

@@ -39,7 +39,7 @@ NAMES: dict[type, Names] = {
         "Architecture",
         _same("family vocab_size hidden_size layers norm_eps max_positions embedding_scale has_embedding_norm")
         | _same("logit_scale logit_softcap tied_embeddings text_inputs has_last_norm"),
-        later=_same("text_limit has_head_bias"),
+        later=_same("text_limit has_head_bias has_state_input"),
     ),
     TextInputs: Names("TextInputs", _same("num_positions num_types"), later=_same("has_norm")),
     Layer: Names("Layer", _same("mixer feed_forward norms per_layer_input has_scale")),

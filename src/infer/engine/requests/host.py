@@ -21,6 +21,7 @@ from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.hidden_states import HiddenStates, TextEncoder
 from infer.engine.runner.runner import Runner, plan_rows
+from infer.engine.step.model_drafter import ModelDrafter
 from infer.engine.step.request import limits_of
 from infer.engine.step.sequence import Lease
 from infer.engine.tensor_parallel.leading import LeadingRunner
@@ -67,13 +68,14 @@ class Host:
             refusal = _refusal_of(model.architecture.family, facts.heads)
         else:
             slots = model.step_limits.logits
-            drafter = None if draft is None else loop.run(make_drafter, *draft, slots, limits.vocab_size)
-            runner = loop.run(_make_runner, model, settings, ranks, 0 if drafter is None else drafter.unwritten_bytes)
+            drafter = None if draft is None else loop.run(make_drafter, *draft, model, slots, limits.vocab_size)
+            runner = loop.run(_make_runner, model, settings, ranks, drafter)
             loop.run(_warm_up, runner, limits.vocab_size)
             self.engine_if_any = Engine(runner, draft_model=drafter, prefixes=self._open_prefixes(runner))
             checkpoint_tokens = runner.checkpoint_tokens
         loop.own(self.engine_if_any, model.backend)
         has_draft_model = draft is not None
+        self.has_draft_head = draft is not None and draft[1].is_head
         self.requests = RequestMaker(
             limits, facts, settings.grammar_backend, checkpoint_tokens, refusal, has_draft_model=has_draft_model
         )
@@ -193,7 +195,7 @@ def load_host(
     group = None if ranks is None else ranks.group
     # Rows of weights are allocated on the memory node of the thread that packs them.
     network = loop.load(lambda show: load_checked(checkpoint, tokenizer, own, show, group=group), on_progress)
-    draft = loop.load(lambda show: load_draft_model(settings, network, tokenizer, show), None)
+    draft = loop.load(lambda show: load_draft_model(settings, checkpoint, network, tokenizer, show), None)
     facts = ModelFacts(
         tokenizer,
         f"{checkpoint.fingerprint()} {settings.weights} {settings.precision} {settings.dtype}",
@@ -210,11 +212,18 @@ def _refusal_of(family: str, heads: TextHeads) -> str:
     return f"{family} is an encoder and generates no text: use {use}, or load a decoder"
 
 
-def _make_runner(model: Transformer, settings: ModelSettings, ranks: Ranks | None, reserved_bytes: int) -> Runner:
+def _make_runner(
+    model: Transformer, settings: ModelSettings, ranks: Ranks | None, drafter: ModelDrafter | None
+) -> Runner:
+    """Return the runner of a model. For a head that drafts, it keeps the states of tokens."""
+    reserved_bytes = 0 if drafter is None else drafter.unwritten_bytes
     limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages, reserved_bytes)
-    sizes = {"capacity": model.max_seq_len, "num_slots": limits.logits, "step_tokens": limits.tokens}
+    options: dict[str, Any] = {"num_slots": limits.logits, "step_tokens": limits.tokens, "settings": plan.settings}
+    options |= {"capture": settings.capture, "pool_pages": plan.pool_pages}
+    if drafter is not None and drafter.head_input is not None:
+        options["states"] = drafter.head_input.states
     make = Runner if ranks is None else partial(LeadingRunner, ranks)
-    runner = make(model, **sizes, settings=plan.settings, capture=settings.capture, pool_pages=plan.pool_pages)
+    runner = make(model, capacity=model.max_seq_len, **options)
     if isinstance(runner, LeadingRunner):
         runner.check_logits()
     return runner

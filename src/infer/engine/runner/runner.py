@@ -3,12 +3,9 @@
 What a step computes is provisional until `commit` keeps the first tokens of a chunk.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,9 +16,11 @@ from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.snapkv import PromptCompression
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import Mixer
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
+from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History, remember
+from infer.compute.sampling.history import History
+from infer.engine.runner.token_states import TokenStates
+from infer.engine.runner.verify import verify
 from infer.errors import InvalidRequestError
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
@@ -50,10 +49,12 @@ class Runner:
         settings: CacheSettings | None = None,
         step_tokens: int | None = None,
         pool_pages: int | None = None,
+        states: TokenStates | None = None,
     ) -> None:
         """Make the cache for slots of up to `capacity` tokens, of which one step runs at most `step_tokens` per slot.
 
-        The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full.
+        The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full. `states`
+        keeps those of committed tokens, if the device computes on the host.
         """
         self.model, self._backend, self.num_slots = model, model.backend, num_slots
         self._step_tokens = step_tokens or model.step_limits.tokens
@@ -68,7 +69,8 @@ class Runner:
         self._compression = PromptCompression(cache) if cache.settings.keeps_whole_prompts else None
         self.compresses_prompts = self._compression is not None  # once they are complete
         limits = self._step_tokens, model.step_limits.logits
-        self._captured = record_step(model.forward, model.backend, cache, *limits) if capture else None
+        self._states, self._forward = states, model.forward if states is None else states.forward
+        self._captured = record_step(self._forward, model.backend, cache, *limits) if capture else None
 
     def warm_up(self, vocab_size: int) -> int:
         """Record steps before the first request, if the device compiles kernels for them, and return their number.
@@ -126,6 +128,8 @@ class Runner:
 
     def commit(self, slot: int, count: int) -> None:
         """Keep the first `count` of the tokens that were run."""
+        if self._states is not None:
+            self._states.keep(slot, self.lengths[slot], count)
         self.cache.commit(slot, count)
 
     def truncate(self, slot: int, length: int) -> None:
@@ -191,10 +195,15 @@ class Runner:
 
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         """Run the chunks provisionally, and return their logits, chunk after chunk."""
+        self._expect(chunks)
         step = Step.of_chunks(chunks, self.starts(chunks))
         if self._captured is None:
-            return self.model.forward(step.to(self.model.device), self.cache)
+            return self._forward(step.to(self.model.device), self.cache)
         return self._captured.run(step)
+
+    def _expect(self, chunks: Sequence[Chunk], num_steps: int = 1) -> None:
+        if self._states is not None:
+            self._states.expect(chunks, num_steps)
 
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the position of the first token of each chunk."""
@@ -235,6 +244,7 @@ class Runner:
         last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of the chunks then.
         """
         if (captured := self._captured_for(chunks, columns)) is not None:
+            self._expect(chunks)
             return captured.launch(chunks, self.starts(chunks), columns, history, masks, behind)
         positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
@@ -266,7 +276,9 @@ class Runner:
         if captured is None:
             return ops.Generated([], [], [])
         starts = self.starts(chunks)
-        return captured.run_multi_step(chunks, starts, count, columns, history, tuple(stop_ids), masks, interrupt)
+        generated = captured.run_multi_step(chunks, starts, count, columns, history, tuple(stop_ids), masks, interrupt)
+        self._expect(chunks, len(generated.ends))
+        return generated
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
         """Return the recording that runs the chunks and samples after them, or None if there is none."""
@@ -288,47 +300,6 @@ class Runner:
             return self._captured.profile(Step.of(token_ids, length))
         finally:
             self.cache.truncate(0, length)  # so that a step of another length finds free pages
-
-
-def verify(
-    logits: Float[Tensor, "lines vocab"],
-    chunks: Sequence[Chunk],
-    positions: Sequence[int],
-    columns: SamplingColumns,
-    history: History | None,
-    masks: Masks | None = None,
-) -> ops.Generated:
-    """Sample line by line, now that the logits are known: `backends.cpu.capture.sampled` in plain torch.
-
-    A chunk continues with its next line while the sampled token equals the draft. So its tokens are the accepted drafts
-    and the token after them, or the code of a failed row. `masks` are on the host.
-    """
-    generated = ops.Generated([[] for _ in chunks], [], [[] for _ in chunks])
-    starts = np.cumsum([0, *(chunk.num_logits for chunk in chunks)]).tolist()
-    alive = [index for index, chunk in enumerate(chunks) if chunk.has_logits]
-    entry, times = 0, [time.perf_counter()]
-    if masks is not None:
-        masks.wait()
-    while alive:
-        # Every row takes part. A row that is done takes any line, and its token is ignored.
-        lines = torch.full((len(chunks),), starts[alive[0]] + entry)
-        for index in alive:
-            lines[index] = starts[index] + entry
-        where = torch.tensor(positions, device=logits.device) + entry
-        allowed = None if masks is None else masks.words[lines].to(logits.device)
-        sampled = ops.sample(logits[lines.to(logits.device)], columns, history, where, allowed)
-        token_ids = sampled.token_ids.tolist()
-        for index in alive:
-            generated.token_ids[index].append(token_ids[index])
-            if (num_logprobs := columns.num_logprobs[index]) is not None and token_ids[index] >= 0:
-                generated.logprobs[index].append(sampled.logprob_of(index, num_logprobs))
-        remember(history, columns, [index for index in alive if token_ids[index] >= 0], sampled.token_ids)
-        alive = [i for i in alive if entry < chunks[i].num_drafts and token_ids[i] == chunks[i].drafts[entry]]
-        ops.backend_of(logits.device).synchronize()
-        times.append(time.perf_counter())
-        entry += 1
-    generated.ends.extend(StepEnd(*pair) for pair in pairwise(times))
-    return generated
 
 
 def make_cache(

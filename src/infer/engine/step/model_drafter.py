@@ -1,8 +1,12 @@
-"""Drafts of a smaller model with the same vocabulary. It has a cache of its own, with a row per slot of the engine.
+"""Drafts of a smaller model with the same vocabulary, or of the model's own head, over a cache of its own.
 
-A row has the end of a sequence's text: reading the whole of a long prompt would take longer than its drafts save. The
-draft model samples with the noise of the engine's own positions, so that its drafts are often right with a temperature,
-too. Penalties and grammars are left out: they change what is right, and the engine verifies every draft.
+The cache has a row per slot of the engine. A row has the end of a sequence's text: reading the whole of a long prompt
+would take longer than its drafts save. The draft model samples with the noise of the engine's own positions, so that
+its drafts are often right with a temperature, too. Penalties and grammars are left out: they change what is right, and
+the engine verifies every draft.
+
+A head (`models.layers.state_input`) reads each token with the model's state before it, so it can only read tokens whose
+states the runner has kept. It guesses further tokens after its own states, and reads them again once they are right.
 """
 
 import time
@@ -17,6 +21,7 @@ from infer.compute.operands.step import Chunk
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.noise import shifted_seed
 from infer.engine.runner.runner import Runner
+from infer.engine.runner.token_states import HeadInput
 from infer.engine.speculation.policy import Guess, Priors, Stake
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 
@@ -48,9 +53,9 @@ class _Row:
 class ModelDrafter:
     """A `Drafter` that runs a draft model. Steps of all sequences that are drafted for are one batch."""
 
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
-        """Begin with empty rows. Ids from `vocab_size` on are never drafted."""
-        self.runner = runner
+    def __init__(self, runner: Runner, vocab_size: int, head_input: HeadInput | None = None) -> None:
+        """Begin with empty rows. Ids from `vocab_size` on are never drafted. A head has a `head_input`."""
+        self.runner, self.head_input = runner, head_input
         self._vocab_size = min(vocab_size, runner.model.architecture.vocab_size)
         self._columns = SamplingColumns(runner.num_slots, self._vocab_size, device=runner.model.device)
         self._rows: dict[int, _Row] = {}
@@ -71,9 +76,13 @@ class ModelDrafter:
 
     def begin(self, slot: int, token_ids: list[int], params: SamplingParams) -> None:
         self._rows[slot] = _Row(token_ids, params, len(token_ids))
+        if self.head_input is not None:
+            self.head_input.begin(slot)
 
     def confidence(self, slot: int) -> int:
-        return _CONFIDENCE if self._rows[slot].token_ids[-1] < self._vocab_size else 0
+        token_ids = self._rows[slot].token_ids
+        is_readable = self.head_input is None or self.head_input.has_read(slot, len(token_ids))
+        return _CONFIDENCE if is_readable and token_ids[-1] < self._vocab_size else 0
 
     def seconds(self, slot: int, count: int) -> float:
         if not self._stake.allows(self._num_unread(slot) * self._seconds_per_token):
@@ -113,7 +122,8 @@ class ModelDrafter:
         row.num_known, row.guesses = len(row.token_ids), []
         if guesses and new:
             num_right = sum(1 for _ in takewhile(bool, map(eq, guesses, new)))
-            self.runner.commit(slot, min(num_right, len(guesses) - 1))
+            if self.head_input is None:
+                self.runner.commit(slot, min(num_right, len(guesses) - 1))
             made = [Guess(_CONFIDENCE, left == right) for left, right in zip(guesses, new, strict=False)]
             made = made[: num_right + 1]
             for guess in made:
@@ -124,6 +134,8 @@ class ModelDrafter:
     def release(self, slot: int) -> None:
         if self._rows.pop(slot, None) is not None:
             self.runner.truncate(slot, 0)
+            if self.head_input is not None:
+                self.head_input.release(slot)
         if not self._rows:
             self.runner.reset()  # a step may have raised
 
@@ -132,21 +144,24 @@ class ModelDrafter:
     def _num_unread(self, slot: int) -> int:
         """Return the number of tokens to read before the row's first guess, without the few that a guess reads."""
         row = self._rows[slot]
-        num_tokens = len(row.token_ids) - self._first(row) if row.start is None else self._num_pending(slot, row.start)
+        num_tokens = len(row.token_ids) - self._first(slot) if row.start is None else self._num_pending(slot, row.start)
         return num_tokens if num_tokens > _MOST_PENDING else 0
 
     def _num_pending(self, slot: int, start: int) -> int:
         return len(self._rows[slot].token_ids) - start - self.runner.lengths[slot]
 
-    def _first(self, row: _Row) -> int:
+    def _first(self, slot: int) -> int:
         """Return the position from which a text is read: more than its end, if earlier drafts have saved enough."""
-        most = FIRST_TOKENS
+        row, most = self._rows[slot], FIRST_TOKENS
         if self._seconds_per_token:
             most = max(most, int(self._stake.balance / self._seconds_per_token / 4))
-        return max(0, len(row.token_ids) - min(most, self.runner.cache.capacity // 2))
+        first = 0 if self.head_input is None else self.head_input.first(slot)
+        return max(first, len(row.token_ids) - min(most, self.runner.cache.capacity // 2))
 
     def _pending(self, slot: int, count: int) -> list[int]:
-        """Return the tokens that the row lacks. It begins again if it is full, or at a token that only the model has.
+        """Return the tokens that the row lacks.
+
+        It begins again if it is full, after a token that only the model has, or if a head lacks states of the next one.
 
         The row begins with another seed, so that its noise is that of the sequence's positions.
         """
@@ -154,7 +169,9 @@ class ModelDrafter:
         start, capacity = row.start, self.runner.cache.capacity
         if start is not None and len(row.token_ids) + count - start > capacity:
             start = None
-        begin = self._first(row) if start is None else start + self.runner.lengths[slot]
+        if start is not None and self.head_input and start + self.runner.lengths[slot] < self.head_input.first(slot):
+            start = None
+        begin = self._first(slot) if start is None else start + self.runner.lengths[slot]
         pending = row.token_ids[begin:]
         if (num_foreign := next((i for i in range(len(pending), 0, -1) if pending[i - 1] >= self._vocab_size), 0)) > 0:
             start, begin, pending = None, begin + num_foreign, pending[num_foreign:]
@@ -187,6 +204,7 @@ class ModelDrafter:
         if not token_ids or self.runner.try_reserve(slot, len(token_ids)):
             return 0
         started = time.perf_counter()
+        self._write_inputs([Chunk(slot, token_ids)])
         self.runner.extend(slot, token_ids)
         self._seconds_per_token = _mean(self._seconds_per_token, (time.perf_counter() - started) / len(token_ids))
         return len(token_ids)
@@ -198,17 +216,41 @@ class ModelDrafter:
         started, runner = time.perf_counter(), self.runner
         self._columns.select(list(pending))
         chunks = [Chunk(slot, token_ids) for slot, token_ids in pending.items()]
+        self._write_inputs(chunks)
         first = runner.launch(chunks, self._columns, None).wait().token_ids
         for chunk in chunks:
             runner.commit(chunk.slot, len(chunk.token_ids))
         if count > 1 and all(token_ids[0] >= 0 for token_ids in first):
             chunks = [Chunk(chunk.slot, token_ids) for chunk, token_ids in zip(chunks, first, strict=True)]
-            further = runner.multi_step(chunks, count - 1, self._columns, None, ()).token_ids
+            further = self._further(chunks, count - 1)
             first = [[*token_ids, *more] for token_ids, more in zip(first, further or [[]] * len(first), strict=True)]
         for chunk, token_ids in zip(chunks, first, strict=True):
             self._rows[chunk.slot].guesses = list(takewhile(lambda token_id: token_id >= 0, token_ids))
         seconds = (time.perf_counter() - started) / max(map(len, first))
         self._pass_seconds[len(pending)] = _mean(self._pass_seconds.get(len(pending), 0.0), seconds)
+
+    def _further(self, chunks: Sequence[Chunk], count: int) -> list[list[int]]:
+        """Guess `count` tokens more after the first guesses, which are the chunks."""
+        if self.head_input is None:
+            return self.runner.multi_step(chunks, count, self._columns, None, ()).token_ids
+        lengths = [self.runner.lengths[chunk.slot] for chunk in chunks]
+        guesses, slots = [[chunk.token_ids[0]] for chunk in chunks], [chunk.slot for chunk in chunks]
+        while len(guesses[0]) <= count and min(own[-1] for own in guesses) >= 0:
+            chunks = [Chunk(slot, own[-1:]) for slot, own in zip(slots, guesses, strict=True)]
+            self.head_input.write_guesses(chunks)
+            sampled = self.runner.launch(chunks, self._columns, None).wait().token_ids
+            for slot, own, (token_id,) in zip(slots, guesses, sampled, strict=True):
+                self.runner.commit(slot, 1)
+                own.append(token_id)
+        for slot, length in zip(slots, lengths, strict=True):
+            self.runner.truncate(slot, length)
+        return [own[1:] for own in guesses]
+
+    def _write_inputs(self, chunks: Sequence[Chunk]) -> None:
+        """Set the states that a head reads with the next tokens of its rows."""
+        if self.head_input is not None:
+            places = [(self._rows[chunk.slot].start or 0) + self.runner.lengths[chunk.slot] for chunk in chunks]
+            self.head_input.write(chunks, places)
 
 
 def _mean(known: float, seconds: float) -> float:

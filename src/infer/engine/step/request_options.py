@@ -32,8 +32,8 @@ class RequestOptions:
     Args:
         cancel: Event that ends the answer when another thread sets it.
         speculation: "ngram" verifies tokens that follow an earlier place with the same words; "draft" also those of
-            the model's `draft_model`. "off" drafts none. None: "draft" if there is a draft model, else "off". The
-            tokens of the answer stay the same.
+            the model's `draft_model` or of its own head. "off" drafts none. None: "draft" if there is one of the two,
+            else "off". The tokens of the answer stay the same.
         num_draft_tokens: Largest number of drafted tokens per step.
         prefill_chunk: Largest number of tokens of the prompt per step: at most 512 on a CPU and 8,192 on a GPU. None is
             the device's limit.

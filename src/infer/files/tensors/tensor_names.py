@@ -71,6 +71,10 @@ _GGUF_MODULES = {  # outside of layers, then within a layer
     "ssm_alpha": "linear_attn.a_proj",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 # Tensors whose names end differently in our names.
 _GGUF_VECTOR = {
@@ -183,7 +187,8 @@ _TEXT_PREFIX = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 _OF_FOUR = re.compile(r"_feedforward_layernorm\.|\.pre_mlp_layernorm\.")
 _WITHOUT_MODEL = re.compile(r"(embed_tokens|layers\.[0-9]+|norm)\.")  # names in files of embedding models
 
-# Tensors that are not part of the text network, are made from the config, or are only for drafting tokens (mtp).
+# Tensors that are not part of the text network, are made from the config, or are only for drafting tokens (mtp),
+# which `drafting_tensors` reads.
 # Ollama's files have the networks for images ("v", "mm") and sounds ("a") beside the text network.
 _SKIPPED_GGUF = re.compile(r"(v|mm|a)\.|rope_(freqs|factors_long|factors_short)\.weight")
 _SKIPPED = re.compile(

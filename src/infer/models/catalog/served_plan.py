@@ -40,7 +40,7 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     headers = architecture, checkpoint.tensors, load, cache
     least = MemoryBudget.of(*headers, num_tokens=context, pool_pages=pool_pages)
     found = least if architecture.reads_whole_texts else least.planned(share_bytes)
-    draft_bytes = plan_draft_bytes(settings, context, load)
+    draft_bytes = plan_draft_bytes(settings, checkpoint, context, load)
     most_bytes -= draft_bytes
     if found.total > most_bytes:
         beside = found.total - least.model

@@ -133,6 +133,12 @@ def weight_bytes(
     return total
 
 
+def table_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
+    """Return the bytes of the embedding and of the projection to logits."""
+    sizes = architecture.vocab_size, architecture.hidden_size
+    return sum(memory_rules(device).matrix_bytes(types[name], *sizes) for name in _TABLES if name in types)
+
+
 def expert_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Return the bytes of the matrices of all experts."""
     shapes = expected_shapes(architecture)

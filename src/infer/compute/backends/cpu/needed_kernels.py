@@ -43,6 +43,8 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
     yield Kernel(".matmul.matmul:make_store", ("plain",), "EPILOGUE")
     if architecture.logit_softcap is not None:
         yield Kernel(".matmul.matmul:make_store", ("capped",), "EPILOGUE", "capped logits")
+    if architecture.has_state_input:
+        yield Kernel(".matmul.matmul:make_store", ("add",), "EPILOGUE")
     for index, layer in enumerate(architecture.layers):
         yield from _of_layer(layer, types, f"model.layers.{index}.")
         if isinstance(layer.feed_forward, Experts):

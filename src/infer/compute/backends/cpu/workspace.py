@@ -93,6 +93,9 @@ def step_buffers(architecture: Architecture, types: Mapping[str, str], sizes: St
     step = _Step(sizes)
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     step.floats("x", sizes.tokens, hidden)
+    if architecture.has_state_input:
+        step.floats("joined", sizes.tokens, 2 * hidden)
+        step.project([types["model.layers.0.eh_proj.weight"]], [hidden], 2 * hidden)
     if architecture.per_layer_input is not None:
         _add_per_layer_inputs(step, architecture.per_layer_input, architecture, types)
     for index, layer in enumerate(architecture.layers):

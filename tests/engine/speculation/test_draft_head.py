@@ -1,0 +1,89 @@
+"""Drafts of a model's own head: tokens that are those without drafts, however its states are kept and lost."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draft_trials import always_drafting, check_equal, drafted, headed_world, make_engine, plain_sequence
+from infer.engine.speculation.ngram import NgramDrafter
+from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
+from infer.sampling_params import SamplingParams
+from path_cases import CASES, VOCAB_SIZE, Case, varied_ids
+
+NAMES = ("states", "sigmoids")
+GREEDY = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _without_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDrafter, "confidence", lambda drafter, slot: 0)
+
+
+@pytest.mark.slow(cases=2)
+@pytest.mark.parametrize("num_slots", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_without_drafts(name: str, num_slots: int) -> None:
+    """Every sampler with every grammar: stops, penalties, log-probabilities. With one slot and with three."""
+    world, head, _ = headed_world(name)
+    some = CASES[::2] if num_slots > 1 else CASES[::3]
+    with always_drafting():
+        results = drafted(world, head, some, num_slots)
+    check_equal(world, some, results)
+    assert sum(result.stats.drafts_proposed for result in results) > 20
+    assert sum(result.stats.drafts_accepted for result in results) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_guesses_are_those_of_the_published_equations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each place of a text, with steps between that accept drafts. A guess has nearly the largest logit."""
+    world, head, published = headed_world(name)
+    made, draft = list[tuple[list[int], int, list[int]]](), ModelDrafter._draft
+
+    def note(drafter: ModelDrafter, pending: Mapping[int, Sequence[int]], count: int) -> None:
+        draft(drafter, pending, count)
+        made.extend(
+            (list(row.token_ids), row.start or 0, row.guesses) for row in (drafter._rows[slot] for slot in pending)
+        )
+
+    monkeypatch.setattr(ModelDrafter, "_draft", note)
+    some = [Case(str(length), tuple(varied_ids(length)), GREEDY) for length in (2, 30, FIRST_TOKENS + 20)]
+    with always_drafting():
+        check_equal(world, some, drafted(world, head, some, 3))
+    assert len(made) > 40
+    assert max(len(guesses) for _, _, guesses in made) > 2
+    for token_ids, start, guesses in made:
+        _check_guesses(published, token_ids, start, guesses)
+
+
+@torch.inference_mode()
+def _check_guesses(published: Any, token_ids: list[int], start: int, guesses: list[int]) -> None:
+    read, states = token_ids[start:], published.states(token_ids)[start - 1 : -1]
+    for guess in guesses:
+        logits, own = published(read, states)
+        last = logits[-1, :VOCAB_SIZE]
+        assert last[guess] > last.max() - 0.02 * last.abs().max()
+        read, states = [*read, guess], torch.cat([states, own[-1:]])
+
+
+def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states() -> None:
+    world, head, _ = headed_world("states")
+    some = [Case(str(length), tuple(varied_ids(length)), GREEDY) for length in (5, 40, 110)]
+    draw = random.Random(3)
+    with always_drafting():
+        engine, drafter = make_engine(world, head, 3)
+        waiting = [plain_sequence(world, case) for case in some]
+        for sequence in waiting:
+            options = replace(sequence.request.options, prefill_chunk=16)
+            sequence.request = replace(sequence.request, options=options)
+            engine.submit(sequence)
+        while engine.step():
+            drafter.runner.cache.check_integrity()
+            if draw.random() < 0.2:
+                engine._slots.preempt_one(spares_last=True)
+    check_equal(world, some, [sequence.result() for sequence in waiting])
+    assert sum(sequence.stats.preemptions for sequence in waiting) > 2
+    assert not any(drafter.runner.lengths)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draft_trials import always_drafting, check_equal, drafted, headed_world, make_engine, plain_sequence
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
 from infer.sampling_params import SamplingParams
@@ -69,8 +70,11 @@ def _check_guesses(published: Any, token_ids: list[int], start: int, guesses: li
         read, states = [*read, guess], torch.cat([states, own[-1:]])
 
 
-def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states() -> None:
+@pytest.mark.parametrize("settings", [None, CacheSettings(reuse_prefixes=True)])
+def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states(settings: CacheSettings | None) -> None:
+    """With shared prefixes, a sequence begins after tokens whose states nobody has."""
     world, head, _ = headed_world("states")
+    world = replace(world, settings=settings)
     some = [Case(str(length), tuple(varied_ids(length)), GREEDY) for length in (5, 40, 110)]
     draw = random.Random(3)
     with always_drafting():

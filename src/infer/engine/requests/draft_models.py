@@ -38,7 +38,7 @@ def load_draft_model(
     the memory that the model has left. A head that does not fit is left out.
     """
     if settings.device == "auto":
-        settings = replace(settings, device=model.device.type)
+        settings = replace(settings, device=model.backend.memory_rules)
     if (plan := plan_draft(settings, checkpoint, model.max_seq_len)) is None:
         return None
     if plan.is_head:

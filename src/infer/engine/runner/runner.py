@@ -195,15 +195,12 @@ class Runner:
 
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         """Run the chunks provisionally, and return their logits, chunk after chunk."""
-        self._expect(chunks)
+        if self._states is not None:
+            self._states.expect(chunks)
         step = Step.of_chunks(chunks, self.starts(chunks))
         if self._captured is None:
             return self._forward(step.to(self.model.device), self.cache)
         return self._captured.run(step)
-
-    def _expect(self, chunks: Sequence[Chunk], num_steps: int = 1) -> None:
-        if self._states is not None:
-            self._states.expect(chunks, num_steps)
 
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the position of the first token of each chunk."""
@@ -244,7 +241,8 @@ class Runner:
         last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of the chunks then.
         """
         if (captured := self._captured_for(chunks, columns)) is not None:
-            self._expect(chunks)
+            if self._states is not None:
+                self._states.expect(chunks)
             return captured.launch(chunks, self.starts(chunks), columns, history, masks, behind)
         positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
@@ -277,7 +275,8 @@ class Runner:
             return ops.Generated([], [], [])
         starts = self.starts(chunks)
         generated = captured.run_multi_step(chunks, starts, count, columns, history, tuple(stop_ids), masks, interrupt)
-        self._expect(chunks, len(generated.ends))
+        if self._states is not None:
+            self._states.expect(chunks, len(generated.ends))
         return generated
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:

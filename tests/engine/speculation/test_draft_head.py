@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from draft_trials import always_drafting, check_equal, drafted, headed_world, make_engine, plain_sequence
 from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.operands.step import Chunk
+from infer.engine.runner.token_states import TokenStates
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
 from infer.sampling_params import SamplingParams
@@ -91,3 +94,24 @@ def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states(setting
     check_equal(world, some, [sequence.result() for sequence in waiting])
     assert sum(sequence.stats.preemptions for sequence in waiting) > 2
     assert not any(drafter.runner.lengths)
+
+
+def test_states_are_kept_by_position_and_lost_before_a_gap() -> None:
+    """A state is its position here. Steps also have tokens of another slot, and drafts that are not committed."""
+    model: Any = SimpleNamespace(final_norm=lambda states: states)
+    states, draw, end = TokenStates(model, 5), random.Random(1), 0
+    states.begin(3)
+    for _ in range(200):
+        if draw.random() < 0.1:
+            end += 2  # tokens of a multi-step, or of a prefix that another slot computed
+        count = draw.randint(1, 9)
+        rows = [-1, -1, *range(end, end + count)]
+        states.expect([Chunk(0, [1, 1]), Chunk(3, [1] * count)])
+        states._residual = torch.tensor(rows, dtype=torch.float32)[:, None]
+        num_right = draw.randint(1, count)
+        states.keep(3, end, num_right)
+        end += num_right
+        assert states.end(3) == end
+        assert end - min(5, num_right) >= states.first(3) >= end - 13
+        for start in range(states.first(3), end):
+            assert states.of(3, start, end)[:, 0].tolist() == list(range(start, end))

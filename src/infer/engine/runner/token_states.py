@@ -89,8 +89,12 @@ class TokenStates:
 
     def of(self, slot: int, start: int, end: int) -> Float[Tensor, "tokens hidden"]:
         """Return the states of the tokens [start, end), after the model's last norm."""
-        row = self._rows[slot]
-        return self._model.final_norm(torch.cat(tuple(row.pieces))[start - row.first : end - row.first]).float()
+        row, pieces = self._rows[slot], list[Tensor]()
+        first = row.end
+        while first > start:
+            pieces.insert(0, row.pieces[-1 - len(pieces)])
+            first -= len(pieces[0])
+        return self._model.final_norm(torch.cat(pieces)[start - first : end - first]).float()
 
     def last(self, slot: int) -> Float[Tensor, "1 hidden"]:
         """Return the state of the last token."""

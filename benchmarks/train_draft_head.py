@@ -7,7 +7,6 @@ It learns sentences of few words, so that a test can expect many of the head's d
 next token and the head the one after it, from the model's states, which the head does not change.
 """
 
-import argparse
 import json
 import random
 from pathlib import Path
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+
+from harness import make_parser, write_report
 
 WORDS = (
     ("The", "Every", "No", "Another"),
@@ -97,9 +98,9 @@ def train(num_steps: int) -> tuple[Qwen3_5ForCausalLM, Head]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=700)
+    parser = make_parser(__doc__)
+    parser.add_argument("out", type=Path, help="a folder for the config and the weights")
+    parser.add_argument("--steps", type=int, default=700, help="of training (700)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, head = train(options.steps)
@@ -110,6 +111,7 @@ def main() -> None:
     config = model.config.to_dict() | {"mtp_num_hidden_layers": 1}
     kept = {name: config[name] for name in sorted(config) if name in SIZES or name in _KEPT}
     (options.out / "config.json").write_text(json.dumps(kept, indent=1) + "\n")
+    write_report(options, num_bytes=sum(each.nbytes for each in stored.values()))
 
 
 _KEPT = ("model_type", "num_hidden_layers", "layer_types", "rms_norm_eps", "rope_parameters", "mtp_num_hidden_layers")

@@ -176,6 +176,18 @@ def test_a_model_drafts_with_its_own_head(headed: Path) -> None:
     assert min(result.stats.drafts_accepted for result in streamed[:2]) > 10
 
 
+def test_a_head_drafts_in_steps_without_a_recording(headed: Path) -> None:
+    """Rows of one batch ask for different numbers of drafts. Eager steps check that their positions are reserved."""
+    prompts = ["The quiet river ", "No teacher paints those bridges. Every ", "Another"]
+    params = SamplingParams(temperature=0.7, seed=5, max_new_tokens=80)
+    with LLM(headed, draft_head=False) as plain:
+        expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
+    with always_drafting(), LLM(headed, capture=False) as own:
+        results = own.generate_all(prompts, params)
+    assert [result.token_ids for result in results] == expected
+    assert min(result.stats.drafts_accepted for result in results) > 20
+
+
 class OneDraft(Lavish):
     """A policy that drafts one token in each step."""
 

@@ -102,18 +102,18 @@ class ModelDrafter:
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return the drafts of each slot. A slot whose text is still to be read gets none, and is read further."""
-        budget, ready = self._read_tokens(), dict[int, list[int]]()
-        for slot, count in counts.items():
+        budget, ready, most = self._read_tokens(), dict[int, list[int]](), max(counts.values(), default=0)
+        for slot in counts:  # each row that is ready computes as many guesses
             self._rows[slot].guesses = []
-            pending = self._pending(slot, count)
+            pending = self._pending(slot, most)
             if len(pending) > _MOST_PENDING:
                 budget -= self._read(slot, pending[:-1][: max(0, budget)])
-                pending = self._pending(slot, count)
-            has_room = len(pending) <= _MOST_PENDING and len(ready) < self.runner.model.step_limits.logits
-            if has_room and not self.runner.try_reserve(slot, len(pending) + count):
+                pending = self._pending(slot, most)
+            has_room = 0 < len(pending) <= _MOST_PENDING and len(ready) < self.runner.model.step_limits.logits
+            if has_room and not self.runner.try_reserve(slot, len(pending) + most):
                 ready[slot] = pending
         if ready:
-            self._draft(ready, max(counts[slot] for slot in ready))
+            self._draft(ready, most)
         return {slot: self._rows[slot].guesses[: counts[slot]] for slot in ready}
 
     def observe(self, slot: int) -> list[Guess | None]:
@@ -235,15 +235,17 @@ class ModelDrafter:
             return self.runner.multi_step(chunks, count, self._columns, None, ()).token_ids
         lengths = [self.runner.lengths[chunk.slot] for chunk in chunks]
         guesses, slots = [[chunk.token_ids[0]] for chunk in chunks], [chunk.slot for chunk in chunks]
-        while len(guesses[0]) <= count and min(own[-1] for own in guesses) >= 0:
-            chunks = [Chunk(slot, own[-1:]) for slot, own in zip(slots, guesses, strict=True)]
-            self.head_input.write_guesses(chunks)
-            sampled = self.runner.launch(chunks, self._columns, None).wait().token_ids
-            for slot, own, (token_id,) in zip(slots, guesses, sampled, strict=True):
-                self.runner.commit(slot, 1)
-                own.append(token_id)
-        for slot, length in zip(slots, lengths, strict=True):
-            self.runner.truncate(slot, length)
+        try:
+            while len(guesses[0]) <= count and min(own[-1] for own in guesses) >= 0:
+                chunks = [Chunk(slot, own[-1:]) for slot, own in zip(slots, guesses, strict=True)]
+                self.head_input.write_guesses(chunks)
+                sampled = self.runner.launch(chunks, self._columns, None).wait().token_ids
+                for slot, own, (token_id,) in zip(slots, guesses, sampled, strict=True):
+                    self.runner.commit(slot, 1)
+                    own.append(token_id)
+        finally:
+            for slot, length in zip(slots, lengths, strict=True):
+                self.runner.truncate(slot, length)
         return [own[1:] for own in guesses]
 
     def _write_inputs(self, chunks: Sequence[Chunk]) -> None:

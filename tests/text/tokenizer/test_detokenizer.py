@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from infer.errors import InvalidRequestError, UnsupportedModelError
 from infer.text.tokenizer import Detokenizer, Tokenizer
-from infer.text.tokenizer.decoding_rules import Replacement, make_token_bytes, read_decoding_rules
+from infer.text.tokenizer.decoding_rules import make_token_bytes, read_decoding_rules
+from infer.text.tokenizer.detokenizer import Replacement
 
 ANY_BYTES = tuple(bytes([value]) for value in range(256))
 

@@ -1,4 +1,4 @@
-"""Ids to text through bytes: one table of bytes per vocabulary and an incremental UTF-8 decoder.
+"""Ids to text through bytes: one table of bytes per vocabulary, an incremental UTF-8 decoder, and rules on its text.
 
 Invariant: for every sequence of ids and every way to cut it, the streamed pieces joined equal the decoded text.
 
@@ -9,9 +9,63 @@ its prompt, such as BOS, so the rules for the beginning of a text (a dropped spa
 import codecs
 from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 
 from infer.errors import InvalidRequestError
-from infer.text.tokenizer.decoding_rules import Replacement, Rule, Strip
+
+
+def num_held(text: str, literal: str) -> int:
+    """Return how many characters at the end of a text could begin this literal, which the text does not contain."""
+    most = min(len(text), len(literal) - 1)
+    return next((length for length in range(most, 0, -1) if text.endswith(literal[:length])), 0)
+
+
+@dataclass
+class Replacement:
+    """A text that another one replaces from left to right, wherever it appears in the joined text.
+
+    A stream uses a copy, which holds back what may be the beginning of the text.
+    """
+
+    pattern: str
+    content: str
+    held: str = ""
+
+    def push(self, text: str) -> str:
+        """Return the text that is now certain."""
+        *done, rest = (self.held + text).split(self.pattern)
+        end = len(rest) - num_held(rest, self.pattern)
+        self.held = rest[end:]
+        return self.content.join([*done, rest[:end]])
+
+    def flush(self) -> str:
+        """Return the held text, because no more text follows."""
+        held, self.held = self.held, ""
+        return held
+
+
+@dataclass
+class Strip:
+    """Copies of a character that are dropped from the beginning of the joined text (Llama 2 writes a space there).
+
+    None stands for any character. A stream uses a copy, which counts the characters that may still be dropped.
+    """
+
+    character: str | None
+    count: int
+
+    def push(self, text: str) -> str:
+        end = 0
+        while end < min(self.count, len(text)) and self.character in (None, text[end]):
+            end += 1
+        self.count = self.count - end if end == len(text) else 0
+        return text[end:]
+
+    def flush(self) -> str:
+        return ""
+
+
+Rule = Replacement | Strip
 
 
 def _flushed(rules: Iterable[Rule]) -> str:

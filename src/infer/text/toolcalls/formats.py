@@ -16,7 +16,7 @@ ID = "{id}"  # in a call: nine letters and digits of the model's own, which are 
 INDEX = "{index}"  # in a call: its number among the calls of an answer
 PATTERNS = {ID: "[A-Za-z0-9]{9}", INDEX: "[0-9]{1,3}"}
 _FIRST_MARK = 0xD800
-_SIGN_OF_CALLS = re.compile(r"[\ud800-\udfff]|<[^<>]+>|\[[A-Z_]+\]|\w+\[|to=\w+\.")
+_SIGN_OF_CALLS = re.compile(r"[\ud800-\udfff]|<[^<>]+>|\[[A-Z_]+\]|\w{1,32}\[|to=\w+\.")
 _EFFORTS = {"max": "xhigh"}  # templates use OpenAI's name
 _HEADED_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss was trained with three
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, final
 
 from infer.outputs import ReasoningDelta, ToolCallDelta
-from infer.text.tokenizer.decoding_rules import num_held
+from infer.text.tokenizer.detokenizer import num_held
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.formats import ArgumentSyntax, spelt
 

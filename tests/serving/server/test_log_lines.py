@@ -1,12 +1,20 @@
 """Lines of the log: nobody waits for their reader, and the lines that are dropped are counted."""
 
+import asyncio
 import logging
 import os
 import re
+import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from idle import until
 from infer.serving.server.access_log import MOST_LINES, LogLines
+from infer.serving.server.process import load_model
+from infer.serving.server.server_state import ServerState
+from infer.serving.server_settings import ServerSettings
 
 LINE = "a" * 99
 
@@ -43,3 +51,23 @@ def test_lines_are_written_before_the_end(tmp_path: Path) -> None:
         lines.emit(logging.LogRecord("a", logging.INFO, "", 0, "caf\u00e9", (), None))
         lines.flush()
     assert (tmp_path / "log").read_text() == "caf\\xe9\n"
+
+
+def test_a_load_that_fails_after_the_end_of_the_server_writes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The interpreter takes modules apart while they are imported."""
+    ended = threading.Event()
+
+    def load(on_progress: object) -> Any:
+        ended.wait()
+        raise AttributeError("prims")
+
+    async def begin() -> None:
+        loading = asyncio.create_task(load_model(ServerState(ServerSettings()), load))
+        await asyncio.sleep(0)
+        loading.cancel()
+
+    asyncio.run(begin())
+    [thread] = [each for each in threading.enumerate() if each.name == "infer-load"]
+    ended.set()
+    thread.join()
+    assert caplog.text == ""

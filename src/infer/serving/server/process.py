@@ -267,13 +267,14 @@ async def load_model(state: ServerState, load: Load) -> None:
                 trial_lane("llguidance").start()
             llm = load(count)
             log.debug("fingerprint %s", llm.host.system_fingerprint)  # computed now, because it takes some time
+            outcome = partial(state.become_ready, llm)
         except Exception as error:
-            if not isinstance(error, InferError):
+            outcome = partial(state.fail, error)
+            if not (isinstance(error, InferError) or loop.is_closed()):
                 log.exception("the model cannot be loaded")
-            loop.call_soon_threadsafe(state.fail, error)
-        else:
-            loop.call_soon_threadsafe(state.become_ready, llm)
-        loop.call_soon_threadsafe(done.set)
+        if not loop.is_closed():  # a server that ended while it loads takes apart what is being imported
+            loop.call_soon_threadsafe(outcome)
+            loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=run, name="infer-load", daemon=True).start()
     await done.wait()

@@ -121,13 +121,15 @@ def test_rows_on_both_sides_of_the_border_take_one_step(llm: LLM, count: int, mo
         runner_of(llm, [length], count).forward([part._replace(slot=0)])
         for length, part in zip((10, 100), parts, strict=True)
     ]
-    runner, steps, forward = runner_of(llm, [10, 100], count, capture=False), list[Step](), Transformer.forward
+    steps, forward = list[Step](), Transformer.forward
 
     def counted(model: Transformer, step: Step, cache: PagedCache) -> Tensor:
         steps.append(step)
         return forward(model, step, cache)
 
     monkeypatch.setattr(Transformer, "forward", counted)
+    runner = runner_of(llm, [10, 100], count, capture=False)
+    steps.clear()
     assert torch.equal(runner.forward(parts), torch.cat(alone))
     assert len(steps) == 1
     assert torch.equal(runner_of(llm, [10, 100], count).forward(parts), torch.cat(alone))

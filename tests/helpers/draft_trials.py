@@ -4,6 +4,7 @@ A draft model may be the model itself, which is often right, or any other with t
 of random weights is right where noise decides.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,3 +114,12 @@ def check_equal(world: World, cases: Sequence[Case], results: Sequence[Generatio
     expected = all_by_definition(world, cases)
     different = [case.name for case, own, out in zip(cases, results, expected, strict=True) if Outcome.of(own) != out]
     assert not different
+
+
+def step_all(engine: Engine, drafter: ModelDrafter) -> None:
+    """Run all steps. After a fifth of them, at random, a sequence loses its slot."""
+    draw = random.Random(3)
+    while engine.step():
+        drafter.runner.cache.check_integrity()
+        if draw.random() < 0.2:
+            engine._slots.preempt_one(spares_last=True)

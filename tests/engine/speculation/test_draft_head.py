@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_trials import always_drafting, check_equal, drafted, headed_world, make_engine, plain_sequence
+from draft_trials import always_drafting, check_equal, drafted, headed_world, make_engine, plain_sequence, step_all
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.step import Chunk
 from infer.engine.runner.token_states import TokenStates
@@ -79,7 +79,6 @@ def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states(setting
     world, head, _ = headed_world("states")
     world = replace(world, settings=settings)
     some = [Case(str(length), tuple(varied_ids(length)), GREEDY) for length in (5, 40, 110)]
-    draw = random.Random(3)
     with always_drafting():
         engine, drafter = make_engine(world, head, 3)
         waiting = [plain_sequence(world, case) for case in some]
@@ -87,10 +86,7 @@ def test_preempted_sequences_and_chunks_of_prompts_keep_the_right_states(setting
             options = replace(sequence.request.options, prefill_chunk=16)
             sequence.request = replace(sequence.request, options=options)
             engine.submit(sequence)
-        while engine.step():
-            drafter.runner.cache.check_integrity()
-            if draw.random() < 0.2:
-                engine._slots.preempt_one(spares_last=True)
+        step_all(engine, drafter)
     check_equal(world, some, [sequence.result() for sequence in waiting])
     assert sum(sequence.stats.preemptions for sequence in waiting) > 2
     assert not any(drafter.runner.lengths)

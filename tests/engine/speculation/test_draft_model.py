@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cases import cases
-from draft_trials import always_drafting, check_equal, drafted, drafting_world, make_engine, plain_sequence
+from draft_trials import always_drafting, check_equal, drafted, drafting_world, make_engine, plain_sequence, step_all
 from infer.compute.operands.limits import HOST_STEP
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import StepTimes
@@ -89,14 +89,10 @@ def test_the_end_of_a_long_text_has_the_noise_of_its_own_positions(
 @pytest.mark.parametrize("capacity", [CONTEXT, 80])
 def test_preempted_sequences_and_full_rows_begin_again(world: World, capacity: int) -> None:
     some = [Case(str(length), tuple(varied_ids(length)), GREEDY) for length in (5, 40, 70)]
-    draw = random.Random(3)
     with always_drafting():
         engine, drafter = make_engine(world, world, 3, capacity=capacity)
         waiting = [engine.submit(plain_sequence(world, case)) for case in some]
-        while engine.step():
-            drafter.runner.cache.check_integrity()
-            if draw.random() < 0.2:
-                engine._slots.preempt_one(spares_last=True)
+        step_all(engine, drafter)
     check_equal(world, some, [sequence.result() for sequence in waiting])
     assert sum(sequence.stats.preemptions for sequence in waiting) > 2
     assert not any(drafter.runner.lengths)

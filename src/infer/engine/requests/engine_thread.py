@@ -64,9 +64,8 @@ class EngineThread(threading.Thread):
         """Run steps and calls until none are left."""
         while not self._is_closed and (self.answers or self._calls):
             if self.engine is not None:
-                self.engine.interrupt.value = (
-                    0  # before the inbox is read: messages that arrive later interrupt the step
-                )
+                # Before the inbox is read: messages that arrive later interrupt the step.
+                self.engine.interrupt.value = 0
             while not self.inbox.empty():
                 self.inbox.get()()
             has_stepped = self._step()

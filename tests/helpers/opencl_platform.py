@@ -4,6 +4,7 @@ Runtimes for CPUs are tried in processes of their own, by a kernel that is not t
 kernels fails its tests, and a runtime that does not know this machine's CPU skips them.
 """
 
+import atexit
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 HARDWARE = "hardware: "  # conftest.py allows a skip with this beginning
 SECONDS = 300.0
 _FOLDER = tempfile.TemporaryDirectory()
+atexit.register(_FOLDER.cleanup)  # its own clean-up would warn that it was not called
 
 
 class OpenCLRuntime(NamedTuple):

@@ -192,6 +192,7 @@ def test_the_latest_of_many_folders_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_removed_while_in_use_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "_failures", [])
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path / "gone")
     kernel_cache.write("kernel", b"code")
     assert kernel_cache.read("kernel") is None

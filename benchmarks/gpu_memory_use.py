@@ -69,7 +69,7 @@ def _first_steps(runner: Runner, type_: str, row_counts: tuple[int, ...], prompt
     for rows, size in (*((rows, 1) for rows in row_counts), (1, prompt)):
         for slot in range(rows):
             at_context(runner, slot, 0)
-            runner.reserve(slot, size)
+            runner.cache.reserve(slot, size)
         chunks = [Chunk(slot, random_ids(size, slot, 96)) for slot in range(rows)]
         seconds = list[float]()
         with torch.inference_mode(), runner.model.backend.threads():

@@ -109,8 +109,8 @@ def make_runner(model: Transformer, rows: int, context: int, **options: Any) -> 
 
 def at_context(runner: Runner, slot: int, context: int) -> None:
     """Give the slot a cache of `context` tokens without computing them. Its pages keep their old content."""
-    runner.truncate(slot, 0)
-    runner.reserve(slot, context)
+    runner.cache.truncate(slot, 0)
+    runner.cache.reserve(slot, context)
     runner.commit(slot, context)
 
 
@@ -150,7 +150,7 @@ def generated(
     while len(found[0]) < count:
         ahead = min(steps, count - len(found[0]))
         for slot in range(len(prompts)):
-            runner.reserve(slot, ahead)
+            runner.cache.reserve(slot, ahead)
         chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
         sampled = (
             runner.multi_step(chunks, ahead, columns, history, ())
@@ -172,7 +172,7 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
     while len(found) < len(expected):
         places = range(len(found), min(len(found) + 3, len(expected) - 1))
         drafts = [(expected[place] + (place % 5 == 4)) % vocab_size for place in places]
-        runner.reserve(0, 1 + len(drafts))
+        runner.cache.reserve(0, 1 + len(drafts))
         (token_ids,), *_ = runner.launch([Chunk(0, [last, *drafts], len(drafts))], columns, history).wait()
         found += token_ids
         runner.commit(0, len(token_ids))
@@ -278,7 +278,7 @@ def time_model(
         for slot in range(rows):
             at_context(runner, slot, after)
             runner.extend(slot, prompts[slot])
-            runner.reserve(slot, WARM_UP + tokens)
+            runner.cache.reserve(slot, WARM_UP + tokens)
         runner.multi_step(chunks, WARM_UP, columns, None, ())  # captures the sampler of these columns
         for slot in range(rows):
             runner.commit(slot, WARM_UP)
@@ -286,7 +286,7 @@ def time_model(
         started = time.perf_counter()
         runner.multi_step(chunks, tokens, columns, None, ())
         decode.append(rows * tokens / (time.perf_counter() - started))
-        runner.reset()
+        runner.cache.reset()
         at_context(runner, 0, after)
         length = min(512, context - after)
         started = time.perf_counter()
@@ -338,12 +338,12 @@ def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, 
         for slot in set(range(rows)) - left.keys():
             if sizes:
                 prompt, left[slot] = sizes.pop()
-                runner.truncate(slot, 0)
+                runner.cache.truncate(slot, 0)
                 runner.extend(slot, random_ids(prompt, prompt, model.architecture.vocab_size))
                 last[slot] = 5
         slots, ahead = sorted(left), min(STEPS, *left.values())
         for slot in slots:
-            runner.reserve(slot, ahead)
+            runner.cache.reserve(slot, ahead)
         columns.select(slots)  # the sampler is captured again only if other slots take part
         found = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
         for slot, token_ids in zip(slots, found.token_ids, strict=True):

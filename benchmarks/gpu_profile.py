@@ -51,7 +51,7 @@ def _chunks(runner: Runner, num_tokens: int, context: int, most_rows: int) -> li
     size = num_tokens // rows
     for slot in range(rows):
         at_context(runner, slot, context)
-        runner.reserve(slot, size)
+        runner.cache.reserve(slot, size)
     return [Chunk(slot, random_ids(size, slot, 96)) for slot in range(rows)]
 
 

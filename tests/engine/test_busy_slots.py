@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.paged import PagedCache
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Backlog, once
 from infer.engine.requests.prompt_batch import answer_all
@@ -28,7 +29,7 @@ LONG = Case("long", tuple(b"abc abc"), SamplingParams(temperature=0, max_new_tok
 SHORT = Case("short", tuple(b"cab"), SamplingParams(temperature=0.8, seed=3, max_new_tokens=4, ignore_eos=True))
 BOUND = Case("bound", tuple(b"abc ab"), SamplingParams(regex="[ab ]{30}", temperature=0.9, seed=1))
 NUM_SLOTS = 3
-CALLS = ("adopt", "truncate", "try_reserve", "launch", "multi_step", "commit", "remember")  # of the runner, in a step
+CALLS = ("adopt", "truncate", "try_reserve", "launch", "multi_step", "commit", "remember")  # in a step
 
 
 def make_engine(world: World, max_steps: int = 4) -> Engine:
@@ -111,9 +112,15 @@ class PlantedError(Exception):
     """An error of the backend."""
 
 
+def owner_of(runner: Runner, name: str) -> Runner | PagedCache:
+    """Return the object that has a method of `CALLS`: the runner or its cache."""
+    return runner if name in vars(Runner) else runner.cache
+
+
 def plant(patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int, before: bool) -> list[PlantedError]:
-    """Let a method of the runner raise once, before or after its work. Return the list of raised errors."""
-    real, raised, num_calls = getattr(runner, name), list[PlantedError](), iter(range(1_000_000))
+    """Let a method of `CALLS` raise once, before or after its work. Return the list of raised errors."""
+    owner, raised, num_calls = owner_of(runner, name), list[PlantedError](), iter(range(1_000_000))
+    real = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
         if next(num_calls) != at_call:
@@ -123,7 +130,7 @@ def plant(patch: pytest.MonkeyPatch, runner: Runner, name: str, *, at_call: int,
         raised.append(PlantedError())
         raise raised[0]
 
-    patch.setattr(runner, name, call)
+    patch.setattr(owner, name, call)
     return raised
 
 

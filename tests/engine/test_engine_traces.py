@@ -19,7 +19,7 @@ from infer.engine.step.sequence import Lease, Sequence
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, CONTEXT, Case, Drafts, Way, World, all_by_definition, by_definition, make_sequence
 from steps_behind import RunsOnItsOwn
-from test_busy_slots import CALLS, PlantedError
+from test_busy_slots import CALLS, PlantedError, owner_of
 
 NUM_TRACES, NUM_EVENTS, NUM_SLOTS = usual_or_all(8, 125), 30, 4
 PAGES_EACH = CONTEXT // 16
@@ -133,7 +133,7 @@ class Trace:
 
                 def copy(slot: int, lease: Lease = lease, other: Lease = other) -> None:
                     if lease.slot is not None:
-                        self.runner.copy_slot(slot, lease.slot)
+                        self.runner.cache.copy_row(slot, lease.slot)
                         other.token_ids = list(lease.token_ids)
 
                 self.engine.change(other, copy)
@@ -147,7 +147,7 @@ class Trace:
                 def cut(slot: int, lease: Lease = lease) -> None:
                     held = lease.token_ids[: self.draw.randrange(len(lease.token_ids) + 1)]
                     lease.token_ids = []
-                    self.runner.truncate(slot, len(held))
+                    self.runner.cache.truncate(slot, len(held))
                     lease.token_ids = held[: self.runner.lengths[slot]]
 
                 self.engine.change(lease, cut)
@@ -173,17 +173,18 @@ class Trace:
         """Let one of the next calls of the runner raise, before or after its work."""
         if self.draw.random() < 0.3:
             name, is_before = self.draw.choice(CALLS), self.draw.random() < 0.5
-            real = getattr(self.runner, name)
+            owner = owner_of(self.runner, name)
+            real = getattr(owner, name)
 
             def raise_once(*arguments: Any, **options: Any) -> Any:
-                delattr(self.runner, name)
+                delattr(owner, name)
                 if not is_before:
                     real(*arguments, **options)
                 self.num_failed += 1
                 raise PlantedError
 
-            if name not in vars(self.runner):
-                setattr(self.runner, name, raise_once)
+            if name not in vars(owner):
+                setattr(owner, name, raise_once)
 
 
 @pytest.mark.slow(rest=2)

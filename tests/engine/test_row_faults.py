@@ -122,8 +122,8 @@ def test_pages_of_a_failed_row_are_no_prefix(world: World) -> None:
         engine.submit(running)
         while engine.step():
             pass
-        assert (running.has_fault, runner.adopt(0, PROMPT)) == (has_fault, 0 if has_fault else 32)
-        runner.truncate(0, 0)
+        assert (running.has_fault, runner.cache.adopt(0, PROMPT)) == (has_fault, 0 if has_fault else 32)
+        runner.cache.truncate(0, 0)
     runner.cache.check_integrity()
 
 

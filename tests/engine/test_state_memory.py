@@ -67,7 +67,7 @@ def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def state_pages(llm: LLM) -> int:
-    return llm._opened.runner.pool_pages[-1]
+    return llm._opened.runner.cache.pool_pages[-1]
 
 
 def test_states_take_a_share_and_the_minimum_opens(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

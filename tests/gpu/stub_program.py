@@ -141,7 +141,7 @@ def captured_of(shape: str, type_: str, library: _Library) -> Iterator[tuple[Any
         runner = gpu_models.make_runner(model, ROWS, CONTEXT, capture=False)
         captured = CapturedForward(lambda step: model.forward(step, runner.cache), 64, 64, CPU, graphs)
         for row in range(ROWS):
-            runner.reserve(row, 64)
+            runner.cache.reserve(row, 64)
         yield model, graphs, captured
 
 

@@ -124,7 +124,7 @@ def prefilled(
     columns = SamplingColumns.of([params, other or params], 256, num_prompt_tokens=[3, 3])
     for slot in range(2):
         runner.extend(slot, [5 + slot, 6, 7])
-        runner.reserve(slot, count)
+        runner.cache.reserve(slot, count)
     return [Chunk(slot, [8]) for slot in range(2)], columns
 
 

@@ -44,7 +44,7 @@ def forward_launches(shape: str, type_: str, num_tokens: int) -> list[str]:
     """Return the kernels of a step of one row, from the embedding on."""
     model = gpu_models.make_model(shape, type_, CPU, 256)
     runner = gpu_models.make_runner(model, 1, 256, capture=False)
-    runner.reserve(0, num_tokens)
+    runner.cache.reserve(0, num_tokens)
     with recorded_launches() as launches, torch.inference_mode():
         model.forward(Step.of([1] * num_tokens), runner.cache)
     warps = {entry[1] for launch in launches for entry in launch.variant if entry[0] == "num_warps"}
@@ -119,7 +119,7 @@ def test_sizes_recorded_ahead_compile_the_kernels_of_all_other_sizes() -> None:
 
 def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:
     _, runner, captured = make_captured("two layers", 1024, (8, 8))
-    runner.reserve(0, 4)
+    runner.cache.reserve(0, 4)
     counts = list[int]()
     for logit_indices in ([3], []):
         with recorded_launches() as launches:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infer import LLM, GenerationResult, SamplingParams
 from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Chunk, Step
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner, make_cache
@@ -19,57 +20,60 @@ from infer.models.transformer import Transformer
 from infer.text.tokenizer import Tokenizer
 
 
+class IdsOnly(PagedCache):
+    """The ids of one row, without keys and values."""
+
+    pool_pages, groups = [], []
+
+    def __init__(self) -> None:
+        self.token_ids, self.provisional = list[int](), list[int]()
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [len(self.token_ids)]
+
+    def reset(self) -> None:
+        self.token_ids = []
+
+    def try_reserve(self, row: int, num_tokens: int) -> str:
+        return ""
+
+    def commit(self, row: int, count: int) -> None:
+        self.token_ids += self.provisional[:count]
+
+    def truncate(self, row: int, length: int) -> None:
+        del self.token_ids[length:]
+
+    def forget(self, row: int) -> None:
+        self.truncate(row, 0)
+
+    def give_back_free(self) -> int:
+        return 0
+
+
 class CachelessRunner(Runner):
     """A runner of one slot without a cache, for a fake model. `forward` returns the logits of one chunk."""
 
-    pool_pages = free_pages = ()
     num_slots, checkpoint_tokens, shares_prefixes, compresses_prompts = 1, 0, False, False
 
     def __init__(self, model: Transformer) -> None:
-        self.model, self._backend, self._captured = model, model.backend, None
-        self._token_ids, self._provisional = list[int](), list[int]()
+        self.model, self._backend, self._captured, self._states = model, model.backend, None, None
+        self.cache: IdsOnly = IdsOnly()
 
     @property
     def lengths(self) -> Sequence[int]:
-        return [len(self._token_ids)]
-
-    def pages_of(self, num_tokens: int) -> Sequence[int]:
-        return []
-
-    def reset(self) -> None:
-        self._token_ids = []
-
-    def try_reserve(self, slot: int, num_tokens: int) -> str:
-        return ""
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        return
+        return self.cache.lengths
 
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         (chunk,) = chunks
-        self._provisional = list(chunk.token_ids)
+        self.cache.provisional = list(chunk.token_ids)
         return self.logits_of(chunk)
 
     def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
         raise NotImplementedError
 
-    def commit(self, slot: int, count: int) -> None:
-        self._token_ids += self._provisional[:count]
-
-    def truncate(self, slot: int, length: int) -> None:
-        del self._token_ids[length:]
-
-    def forget(self, slot: int) -> None:
-        self.truncate(slot, 0)
-
     def choose_rope(self, slot: int, length: int) -> bool:
         return False
-
-    def after_answer(self, slot: int) -> None:
-        return
-
-    def give_back_free(self) -> int:
-        return 0
 
 
 class RecomputeRunner(CachelessRunner):
@@ -80,7 +84,7 @@ class RecomputeRunner(CachelessRunner):
         self._settings = settings
 
     def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
-        token_ids = [*self._token_ids, *chunk.token_ids]
+        token_ids = [*self.cache.token_ids, *chunk.token_ids]
         cache = make_cache(self.model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
         cache.set_rope(0, is_long=self.model.is_long(len(token_ids)))
         cache.reserve(0, len(token_ids))

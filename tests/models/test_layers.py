@@ -149,12 +149,12 @@ def test_a_prompt_that_snapkv_cuts_is_the_same_in_chunks_of_any_size(tmp_path: P
         for start in range(0, len(prompt), chunk):
             runner.extend(0, prompt[start : start + chunk])
         runner.after_prompt(0, prompt)
-        runner.reserve(0, 1)
+        runner.cache.reserve(0, 1)
         found.append(runner.forward([Chunk(0, [5])]).clone())
     assert all(torch.equal(each, found[0]) for each in found)
     whole = Runner(model, 200)
     whole.extend(0, prompt)
-    whole.reserve(0, 1)
+    whole.cache.reserve(0, 1)
     assert not torch.equal(whole.forward([Chunk(0, [5])]), found[0])
 
 

@@ -95,14 +95,14 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """Return the state between two steps."""
-        now, queue, costs = time.perf_counter(), self._queue, self.scheduler.costs
+        now, queue, costs, cache = time.perf_counter(), self._queue, self.scheduler.costs, self.runner.cache
         low, middle, high = (percentile(costs.ratios, percent) for percent in (10.0, 50.0, 90.0))
         states = tuple(SequenceState.of(sequence, now) for sequence in self._sequences)
         return EngineSnapshot(
             sequences=states,
             num_slots=self.runner.num_slots,
             max_running=self.max_running,
-            pools=tuple(map(PoolState, self.runner.pool_pages, self.runner.free_pages)),
+            pools=tuple(map(PoolState, cache.pool_pages, cache.free_pages)),
             num_steps=costs.num_steps,
             num_preemptions=queue.num_preemptions + sum(state.num_preemptions for state in states),
             reused_tokens=queue.reused_tokens + sum(state.num_reused for state in states),
@@ -183,7 +183,7 @@ class Engine:
         """
         while self._slots.reclaim():
             pass
-        return self.runner.give_back_free() + self._drafting.trim()
+        return self.runner.cache.give_back_free() + self._drafting.trim()
 
     def close(self) -> None:
         """End all sequences as cancelled, and the threads. Who drops the engine frees the cache."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from infer.compute.operands.weights import Heads, RopeTable
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
+from infer.engine.step.steps import rope_room
 from infer.models.transformer import Transformer
 from layer_caches import make_layer
 from path_cases import Always, Oracle
@@ -110,7 +112,7 @@ def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: An
     for slot, length in enumerate(lengths):
         runner.choose_rope(slot, length)
         runner.extend(slot, random_ids(length, seed=length))
-        runner.reserve(slot, num_next)
+        runner.cache.reserve(slot, num_next)
     return runner
 
 
@@ -144,8 +146,9 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(llm: LLM
 
     assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
     runner = runner_of(llm, [BEYOND - 10, 100])
-    assert [runner.rope_room(length) for length in (BEYOND - 9, BEYOND)] == [9, 0]
-    assert runner.rope_room(BEYOND + 1) > 1000
+    rooms = [rope_room(runner, [Mock(slot=0, token_ids=[5] * length)]) for length in (BEYOND - 9, BEYOND)]
+    assert rooms == [9, 0]
+    assert rope_room(runner, [Mock(slot=1, token_ids=[5] * (BEYOND + 1))]) > 1000
 
 
 def test_only_an_empty_row_changes_its_factors(llm: LLM) -> None:

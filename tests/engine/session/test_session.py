@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams, Session, Stream
-from infer.engine.runner.runner import Runner
+from infer.compute.kvcache.paged import PagedCache
 from infer.engine.session.transcript import keep_spelling
 from infer.engine.step.sequence import Sequence as Answering
 from infer.errors import ContextLengthError
@@ -336,7 +336,7 @@ def test_a_cache_that_differs_from_the_session_is_an_error(llm: LLM, monkeypatch
     session = llm.session()
     session.send("hello", GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "truncate", lambda self, slot, length: None)
+        patch.setattr(PagedCache, "truncate", lambda self, row, length: None)
         with pytest.raises(RuntimeError, match=r"the cache has \d+ tokens, expected \d+"):
             session.rewind(3)
     session.rewind(3)

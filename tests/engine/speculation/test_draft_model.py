@@ -105,10 +105,10 @@ def test_without_pages_for_its_row_a_sequence_is_not_drafted_for(world: World) -
         waiting = [engine.submit(plain_sequence(world, case)) for case in some]
         fewest = 3
         while engine.step():
-            fewest = min(fewest, *drafter.runner.free_pages)
+            fewest = min(fewest, *drafter.runner.cache.free_pages)
     check_equal(world, some, [sequence.result() for sequence in waiting])
     assert fewest == 0
-    assert drafter.runner.free_pages == [3]
+    assert drafter.runner.cache.free_pages == [3]
 
 
 def test_a_fault_of_the_draft_model_ends_only_its_sequence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,18 +149,13 @@ def test_a_token_that_only_the_model_has_begins_the_row_again(world: World) -> N
 
 
 class Simulated:
-    """A runner whose steps advance a clock. A draft is right with probability `acceptance`."""
+    """A runner and its cache, whose steps advance a clock. A draft is right with probability `acceptance`."""
 
     def __init__(self, acceptance: float, seconds_per_pass: float, read_seconds: float) -> None:
         self.clock, self.lengths = 0.0, [0]
         self.model = SimpleNamespace(architecture=SimpleNamespace(vocab_size=10), device="cpu", step_limits=HOST_STEP)
-        self.num_slots, self.cache = 1, SimpleNamespace(capacity=4096)
-        self.acceptance, self._pass, self._read, self._draw = (
-            acceptance,
-            seconds_per_pass,
-            read_seconds,
-            random.Random(5),
-        )
+        self.num_slots, self.capacity, self.cache, self._draw = 1, 4096, self, random.Random(5)
+        self.acceptance, self._pass, self._read = acceptance, seconds_per_pass, read_seconds
 
     def try_reserve(self, slot: int, num_tokens: int) -> str:
         return ""

@@ -118,7 +118,7 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
         chunks = []
         for slot, length in enumerate(lengths):
             runner.choose_rope(slot, CAPACITY if slot % 2 else 40)
-            runner.reserve(slot, length)
+            runner.cache.reserve(slot, length)
             start = runner.lengths[slot]
             chunks.append(Chunk(slot, ids[slot][start : start + length], num_drafts))
         with torch.inference_mode():
@@ -131,7 +131,7 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
             runner.commit(slot, length if count is None else count)
     chunks = [Chunk(slot, [7]) for slot in range(NUM_SLOTS)]
     for slot in range(NUM_SLOTS):
-        runner.reserve(slot, num_sampled + 1)
+        runner.cache.reserve(slot, num_sampled + 1)
     while len(sampled[0]) < num_sampled:
         found = runner.multi_step(chunks, num_sampled, columns, None, []).token_ids
         for slot, token_ids in enumerate(found or runner.launch(chunks, columns, None).wait().token_ids):
@@ -140,9 +140,9 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
         chunks = [Chunk(slot, [token_ids[-1]]) for slot, token_ids in enumerate(sampled)]
     with torch.inference_mode():
         for slot in range(NUM_SLOTS):
-            runner.reserve(slot, 1)
+            runner.cache.reserve(slot, 1)
         logits.append(runner.forward(chunks).clone())
-    runner.reset()
+    runner.cache.reset()
     return logits, sampled
 
 
@@ -178,7 +178,7 @@ def test_more_ranks_have_the_bits_of_one(families: Families, size: int, transpor
         for folder in (tmp_path, *map(families.__getitem__, names)):
             runner = runner_of(folder, ranks, capture=transport == "memory")
             check_same(runner, steps(runner_of(folder)))
-        runner.reserve(0, 3)
+        runner.cache.reserve(0, 3)
         with torch.inference_mode():
             logits = runner.forward([Chunk(0, [5, 6, 7], num_drafts=2)])
         assert ranks.digests() == [digest_of(logits)] * (size - 1)
@@ -222,10 +222,10 @@ def test_shared_memory_has_room_for_a_whole_step_of_experts(tmp_path: Path) -> N
     def logits_of(ranks: Ranks | None) -> Tensor:
         runner = runner_of(tmp_path, ranks, capacity=length, weights="q8")
         for slot in range(NUM_SLOTS):
-            runner.reserve(slot, length)
+            runner.cache.reserve(slot, length)
         with torch.inference_mode():
             found = runner.forward([Chunk(slot, ids[slot]) for slot in range(NUM_SLOTS)]).clone()
-        runner.reset()
+        runner.cache.reset()
         return found
 
     ranks = ranks_of(tmp_path, 2)
@@ -271,7 +271,7 @@ def test_a_step_that_an_exception_left_midway_is_followed_by_right_ones(families
     chunks: tuple[Any, ...] = ([Chunk(0, [5])], [0])
     for name, given in (("forward", chunks), ("multi_step", (*chunks, 4)), ("extend", (0, [5]))):
         pair.lead(name, *given)
-        runner.reset()  # rank 0 runs nothing of the step
+        runner.cache.reset()  # rank 0 runs nothing of the step
         check_same(runner, expected)
 
 
@@ -283,7 +283,7 @@ def test_no_rank_restarts_while_another_waits(families: Families, pair: Ranks, m
     answers = Ranks._answers
     monkeypatch.setattr(Ranks, "_answers", lambda self: (told.append("answered"), answers(self))[1])
     monkeypatch.setattr(type(pair.group), "begin_anew", lambda self: [told.append("rank 0"), begin_anew(self)])
-    runner.reset()
+    runner.cache.reset()
     assert told == ["leave", "answered", "rank 0", "begin_anew", "answered"]
 
 
@@ -291,14 +291,14 @@ def test_a_rank_that_dies_within_a_step_ends_the_group_with_one_error(families: 
     ranks = ranks_of(families[FIRST], 3)
     try:
         runner = runner_of(families[FIRST], ranks)
-        runner.reserve(0, 1)
+        runner.cache.reserve(0, 1)
         process = ranks._processes[1]
         process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor() as threads:
             step = threads.submit(runner.forward, [Chunk(0, [5])])
             process.kill()
             check_refused(step.result, r"^rank 2 of the model's 3 ended by signal 9: load the model again$", InferError)
-        check_refused(runner.reset, "rank 2", InferError)
+        check_refused(runner.cache.reset, "rank 2", InferError)
     finally:
         ranks.close()
 

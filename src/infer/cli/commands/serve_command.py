@@ -166,7 +166,7 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"model    {settings.model}: {llm!r}"
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, at most {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
-        yield f"memory   {sum(llm._opened.runner.pool_pages):,} pages of 64 tokens of keys and values"
+        yield f"memory   {sum(llm._opened.runner.cache.pool_pages):,} pages of 64 tokens of keys and values"
         if (num_bytes := llm._opened.settings.experts_memory) is not None:
             yield f"experts  at most {num_bytes / 1e9:g} GB of them in memory (--experts-memory)"
         if (draft := llm._opened.settings.draft_model) is not None:

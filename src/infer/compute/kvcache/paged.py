@@ -11,7 +11,6 @@ when a row's share of pages or the pool is used up. They are never freed for tok
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import final
 
 import torch
 from jaxtyping import Shaped
@@ -39,7 +38,6 @@ Positions = tuple[GroupRows, int, int]  # [start, end) in the layers of a group
 Observer = Callable[[int, Tensor, Heads, Step], None]  # (layer, q k v, heads, step) of a call of `attend`, after it
 
 
-@final
 class PagedCache:
     """Cache of keys and values with `num_rows` rows of up to `capacity` tokens, for a model made for `context` tokens.
 
@@ -310,11 +308,11 @@ class PagedCache:
                 self.on_remember(key)
 
     def forget(self, row: int) -> None:
-        """Make the row's stored content unavailable as a prefix of other rows."""
+        """Empty a row, and make its stored content unavailable as a prefix of other rows."""
         for rows in self.groups:
             for page in rows.table.page_by_index(row).values():
                 rows.table.pool.forget(page)
-        self._keys[row] = []
+        self.truncate(row, 0)
 
     def adopt(self, row: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """Give an empty row the stored pages of the longest known prefix of these tokens, and return the number of

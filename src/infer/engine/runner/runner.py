@@ -3,7 +3,7 @@
 What a step computes is provisional until `commit` keeps the first tokens of a chunk.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,8 +27,6 @@ from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.transformer import Transformer
 from infer.sampling_params import SamplingParams
 
-_MANY = 1 << 30
-
 
 class Runner:
     """Slots of tokens over one cache. Each token is run once, and a captured step is replayed from a dispatch table.
@@ -37,6 +35,7 @@ class Runner:
     """
 
     has_whole_slots = True  # this process stores the whole of each slot, so that a slot can be saved
+    cache_type: Callable[..., PagedCache] = PagedCache
     _history: History | None = None
 
     def __init__(
@@ -59,10 +58,15 @@ class Runner:
         self.model, self._backend, self.num_slots = model, model.backend, num_slots
         self._step_tokens = step_tokens or model.step_limits.tokens
         self.cache = cache = make_cache(
-            model, capacity, num_slots, settings=settings, step_tokens=self._step_tokens, pool_pages=pool_pages
+            model,
+            capacity,
+            num_slots,
+            settings=settings,
+            step_tokens=self._step_tokens,
+            pool_pages=pool_pages,
+            cache_type=self.cache_type,
         )
         self.lengths: Sequence[int] = cache.lengths  # the number of committed tokens of each slot
-        self.pool_pages: Sequence[int] = cache.pool_pages  # the number of pages in each group's pool
         # Prefixes can be shared if the values stored for a token do not depend on the length of its sequence.
         self.shares_prefixes = cache.shares_prefixes and model.rope_border is None
         self.checkpoint_tokens = cache.checkpoint_tokens if self.shares_prefixes else 0
@@ -92,68 +96,17 @@ class Runner:
         """Return a history of all slots, in which each slot has to begin. On a GPU it is the one of `warm_up`."""
         return self._history or History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)
 
-    # State of the slots
-
-    def pages_of(self, num_tokens: int) -> Sequence[int]:
-        """Return the number of pages, per group, that `num_tokens` tokens of one slot need."""
-        return self.cache.pages_of(num_tokens)
-
-    @property
-    def free_pages(self) -> Sequence[int]:
-        """Number of pages that no slot holds, per group."""
-        return self.cache.free_pages
-
-    def rope_room(self, length: int) -> int:
-        """Return the number of further tokens that a sequence may have with the same rope factors."""
-        border = self.model.rope_border
-        return border - length if border is not None and length <= border else _MANY
-
-    # Changes of the slots
-
-    def reset(self) -> None:
-        """Empty all slots, even after a step that an exception interrupted midway."""
-        self.cache.reset()
-
-    def try_reserve(self, slot: int, num_tokens: int) -> str:
-        """Like `reserve`, but return which pages are missing, or an empty string if the tokens were reserved."""
-        return self.cache.try_reserve(slot, num_tokens)
+    # Changes of the slots, besides those of the cache
 
     def prompt_shortage(self, slot: int) -> str:
         """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""
         return "" if self._compression is None else self._compression.shortage(slot)
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        """Make room for a slot's next tokens, before they are run. Raises OutOfPagesError, with nothing changed."""
-        self.cache.reserve(slot, num_tokens)
 
     def commit(self, slot: int, count: int) -> None:
         """Keep the first `count` of the tokens that were run."""
         if self._states is not None:
             self._states.keep(slot, self.lengths[slot], count)
         self.cache.commit(slot, count)
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget the slot's tokens from position `length` on.
-
-        The slot is emptied if the next token would need tokens that were evicted. `lengths` reports the result.
-        """
-        self.cache.truncate(slot, length)
-
-    def forget(self, slot: int) -> None:
-        """Empty a slot that failed, and make its stored content unavailable to other slots."""
-        self.cache.forget(slot)
-        self.cache.truncate(slot, 0)
-
-    def adopt(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        """Give an empty slot the stored content of the longest known prefix, and return its number of tokens.
-
-        The content must have been stored with the same salt. Call it only if `shares_prefixes`.
-        """
-        return self.cache.adopt(slot, token_ids, salt)
-
-    def remember(self, slot: int, token_ids: Sequence[int], salt: bytes = b"") -> None:
-        """Make the slot's committed tokens, the first of `token_ids`, available to other slots with this salt."""
-        self.cache.remember(slot, token_ids, salt)
 
     def choose_rope(self, slot: int, length: int) -> bool:
         """Set the rope factors for sequences of this length. Return True if they changed, which empties the slot."""
@@ -174,22 +127,6 @@ class Runner:
                 self._compression.after_prompt(
                     slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self.cache)
                 )
-
-    def after_answer(self, slot: int) -> None:
-        """Mark the slot's answer as complete: no further token of it follows."""
-        self.cache.end_answer(slot)
-
-    def give_back_free(self) -> int:
-        """Return the memory of free pages to the system, and return the number of bytes."""
-        return self.cache.give_back_free()
-
-    def copy_slot(self, slot: int, source: int) -> None:
-        """Replace a slot's tokens by another slot's. Both share what is stored until one of the two writes to it."""
-        self.cache.copy_row(slot, source)
-
-    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Replace a slot's tokens by `length` exported tokens. Raises InvalidRequestError, with nothing changed."""
-        self.cache.import_row(slot, tensors, length, is_long=self.model.is_long(length))
 
     # Steps
 
@@ -309,6 +246,7 @@ def make_cache(
     settings: CacheSettings | None = None,
     step_tokens: int | None = None,
     pool_pages: int | None = None,
+    cache_type: Callable[..., PagedCache] = PagedCache,
 ) -> PagedCache:
     """Return a cache whose rows get up to `step_tokens` tokens in one step. None means the model's limit.
 
@@ -320,7 +258,7 @@ def make_cache(
     budget = _budget_of(model, model.own_mixers, settings, limits, num_tokens=capacity, pool_pages=pool_pages)
     budget.check_rows(model.backend.available_bytes())
     with ops.using(model.backend):
-        return PagedCache(
+        return cache_type(
             budget.layers,
             num_rows,
             capacity,

@@ -33,7 +33,7 @@ class SessionCache:
 
     def keep_common(self, token_ids: Sequence[int]) -> int:
         """Keep the prefix that the slot shares with these ids, and return its length."""
-        return self.host.change(self.lease, partial(keep_common, self.host.runner, self.lease, token_ids))
+        return self.host.change(self.lease, partial(keep_common, self.host.runner.cache, self.lease, token_ids))
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Make the slot contain exactly these ids. Missing ids are computed, one chunk between two steps."""
@@ -45,7 +45,7 @@ class SessionCache:
 
         def copy(slot: int) -> None:
             if source.slot is not None:
-                self.host.runner.copy_slot(slot, source.slot)
+                self.host.runner.cache.copy_row(slot, source.slot)
                 self.lease.token_ids = list(source.token_ids)
 
         self.host.change(self.lease, copy)
@@ -59,7 +59,7 @@ class SessionCache:
         lease = self.lease
 
         def keep(slot: int) -> Sequence[int]:
-            keep_common(self.host.runner, lease, token_ids, slot)
+            keep_common(self.host.runner.cache, lease, token_ids, slot)
             # A load chooses the rope factors by the length.
             if self.host.runner.choose_rope(slot, len(lease.token_ids)):
                 lease.token_ids = []
@@ -97,11 +97,13 @@ class SessionCache:
         Raises InvalidRequestError if the tensors do not fit; the slot is then unchanged.
         """
 
+        cache, length = self.host.runner.cache, len(token_ids)
+
         def load(slot: int) -> None:
             if token_ids:
-                self.host.runner.import_slot(slot, tensors, len(token_ids))
+                cache.import_row(slot, tensors, length, is_long=self.host.model.is_long(length))
             else:
-                self.host.runner.truncate(slot, 0)
-            self.lease.token_ids = list(token_ids[: self.host.runner.lengths[slot]])
+                cache.truncate(slot, 0)
+            self.lease.token_ids = list(token_ids[: cache.lengths[slot]])
 
         self.host.change(self.lease, load)

@@ -95,7 +95,7 @@ class ModelDrafter:
         return _NUM_TRIED if self._stake.allows(2 * cost + self._stake.pace) and room_seconds > 4 * cost else 0
 
     def trim(self) -> int:
-        return self.runner.give_back_free()
+        return self.runner.cache.give_back_free()
 
     def account(self, gained: float, elapsed: float, pace: float) -> None:
         self._stake.account(gained, elapsed, pace)
@@ -110,7 +110,7 @@ class ModelDrafter:
                 budget -= self._read(slot, pending[:-1][: max(0, budget)])
                 pending = self._pending(slot, most)
             has_room = 0 < len(pending) <= _MOST_PENDING and len(ready) < self.runner.model.step_limits.logits
-            if has_room and not self.runner.try_reserve(slot, len(pending) + most):
+            if has_room and not self.runner.cache.try_reserve(slot, len(pending) + most):
                 ready[slot] = pending
         if ready:
             self._draft(ready, most)
@@ -133,11 +133,11 @@ class ModelDrafter:
 
     def release(self, slot: int) -> None:
         if self._rows.pop(slot, None) is not None:
-            self.runner.truncate(slot, 0)
+            self.runner.cache.truncate(slot, 0)
             if self.head_input is not None:
                 self.head_input.release(slot)
         if not self._rows:
-            self.runner.reset()  # a step may have raised
+            self.runner.cache.reset()  # a step may have raised
 
     # Reading
 
@@ -176,7 +176,7 @@ class ModelDrafter:
         if (num_foreign := next((i for i in range(len(pending), 0, -1) if pending[i - 1] >= self._vocab_size), 0)) > 0:
             start, begin, pending = None, begin + num_foreign, pending[num_foreign:]
         if start is None:
-            self.runner.truncate(slot, 0)
+            self.runner.cache.truncate(slot, 0)
             row.start = begin
             self._columns.write(slot, self._draft_params(row.params, begin), 0)
         return pending
@@ -201,7 +201,7 @@ class ModelDrafter:
 
     def _read(self, slot: int, token_ids: Sequence[int]) -> int:
         """Read tokens if there are pages for them, and return their number."""
-        if not token_ids or self.runner.try_reserve(slot, len(token_ids)):
+        if not token_ids or self.runner.cache.try_reserve(slot, len(token_ids)):
             return 0
         started = time.perf_counter()
         self._write_inputs([Chunk(slot, token_ids)])
@@ -245,7 +245,7 @@ class ModelDrafter:
                     own.append(token_id)
         finally:
             for slot, length in zip(slots, lengths, strict=True):
-                self.runner.truncate(slot, length)
+                self.runner.cache.truncate(slot, length)
         return [own[1:] for own in guesses]
 
     def _write_inputs(self, chunks: Sequence[Chunk]) -> None:

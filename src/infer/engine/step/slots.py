@@ -9,6 +9,7 @@ from itertools import count
 from operator import neg, sub
 from typing import final
 
+from infer.compute.kvcache.paged import PagedCache
 from infer.compute.sampling.columns import SamplingColumns, uses_history
 from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
@@ -55,15 +56,15 @@ class SlotParams:
             self.history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
 
 
-def keep_common(runner: Runner, lease: Lease, token_ids: Items[int], slot: int) -> int:
+def keep_common(cache: PagedCache, lease: Lease, token_ids: Items[int], slot: int) -> int:
     """Keep the prefix that a lease's slot shares with these ids, and return its length.
 
     The length is 0 if the cache has evicted tokens that the next token must attend to.
     """
     held = lease.token_ids[: common_length(lease.token_ids, token_ids)]
     lease.token_ids = []
-    runner.truncate(slot, len(held))
-    num_held = runner.lengths[slot]
+    cache.truncate(slot, len(held))
+    num_held = cache.lengths[slot]
     if num_held > len(held):
         raise RuntimeError(f"the cache has {num_held} tokens, expected {len(held)}")
     lease.token_ids = held[:num_held]
@@ -80,7 +81,8 @@ class Slots:
     def __init__(self, runner: Runner, queue: Queue[Sequence], release: Callable[[int], None]) -> None:
         """Begin with free slots. `release` is called with each slot that a sequence loses."""
         self.runner, self.queue, self._release = runner, queue, release
-        self.params, self._pages_of = SlotParams(runner), lru_cache(4096)(runner.pages_of)
+        self.params, self._cache = SlotParams(runner), runner.cache
+        self._pages_of = lru_cache(4096)(runner.cache.pages_of)
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
         self._uses = count(1)
@@ -149,21 +151,21 @@ class Slots:
 
         `_givers` has checked that there are enough pages.
         """
-        lease, runner = sequence.lease, self.runner
+        lease, runner, cache = sequence.lease, self.runner, self._cache
         slot = self._free_slot() if lease is None else self.hold(lease)
         if slot is None:
             return False
         num_computed = num_dropped = num_matched = 0
         if lease is not None:
             num_dropped = len(lease.token_ids) - common_length(lease.token_ids, sequence.token_ids)
-            keep_common(runner, lease, sequence.token_ids[:-1], slot)
+            keep_common(cache, lease, sequence.token_ids[:-1], slot)
             lease.token_ids = []
             runner.choose_rope(slot, len(sequence.token_ids))
-            num_computed = runner.lengths[slot]
+            num_computed = cache.lengths[slot]
         # With states, a stored checkpoint may have more tokens than the lease's row can be cut back to.
         if not num_computed and runner.shares_prefixes:
-            num_computed = runner.adopt(slot, sequence.token_ids, sequence.request.salt)
-            num_matched = runner.cache.num_matched
+            num_computed = cache.adopt(slot, sequence.token_ids, sequence.request.salt)
+            num_matched = cache.num_matched
         self._sequence_by_slot[slot] = sequence
         sequence.enter(slot, num_computed, num_dropped, num_matched)
         self.queue.enter(sequence)
@@ -184,7 +186,7 @@ class Slots:
     def size(self, sequence: Sequence, max_running: int) -> float:
         """Return the share of the slots that a sequence uses, or of the pages if that is more."""
         needed = self._pages_of(sequence.num_tokens + self.queue.expected_room(sequence))
-        shares = (pages / most for pages, most in zip(needed, self.runner.pool_pages, strict=True) if most)
+        shares = (pages / most for pages, most in zip(needed, self._cache.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
     def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
@@ -197,7 +199,7 @@ class Slots:
         if len(self._sequence_by_slot) <= len(givers):
             return True
         pages_of, growths = self._pages_of, list[Items[int]]()
-        for slot, length in enumerate(self.runner.lengths):
+        for slot, length in enumerate(self._cache.lengths):
             other = self._sequence_by_slot.get(slot)
             if other is not None and other not in givers:
                 expected = pages_of(other.num_tokens + self.queue.expected_room(other))
@@ -205,7 +207,7 @@ class Slots:
             elif length:  # the row of an idle lease or a giver
                 growths.append(list(map(neg, pages_of(length))))
         needed = pages_of(sequence.num_tokens + self.queue.expected_room(sequence))
-        return has_pages(self.runner.free_pages, growths, needed)
+        return has_pages(self._cache.free_pages, growths, needed)
 
     def leave(self, sequence: Sequence) -> None:
         """Free the slot of a finished sequence. Its lease keeps the computed tokens."""
@@ -214,14 +216,14 @@ class Slots:
             return
         self._release(slot)
         if sequence.has_fault:
-            self.runner.forget(slot)
+            self._cache.forget(slot)
         if lease is None:
-            self.runner.truncate(slot, 0)
+            self._cache.truncate(slot, 0)
         else:
             if sequence.finish_reason == "error":
-                self.runner.truncate(slot, sequence.num_reused)
-            self.runner.after_answer(slot)
-            lease.token_ids = sequence.token_ids[: self.runner.lengths[slot]]
+                self._cache.truncate(slot, sequence.num_reused)
+            self._cache.end_answer(slot)
+            lease.token_ids = sequence.token_ids[: self._cache.lengths[slot]]
             lease.last_used = next(self._uses)
         self._sequence_by_slot.pop(slot, None)
         self._is_full = False
@@ -230,7 +232,7 @@ class Slots:
         """Take a sequence's slot away. It is computed again when it gets another slot."""
         sequence.stats.preemptions += 1
         self._release(sequence.slot)
-        self.runner.truncate(sequence.slot, 0)
+        self._cache.truncate(sequence.slot, 0)
         del self._sequence_by_slot[sequence.slot]
         if (lease := sequence.lease) is not None:
             self._lease_by_slot.pop(sequence.slot, None)
@@ -278,9 +280,9 @@ class Slots:
     def _empty_idle(self, but: Lease | None = None) -> bool:
         """Empty a slot without a sequence. Return False if all such slots are empty."""
         used = {*self._sequence_by_slot, *self._lease_by_slot}
-        for slot, length in enumerate(self.runner.lengths):
+        for slot, length in enumerate(self._cache.lengths):
             if length and slot not in used:  # the lease was dropped
-                self.runner.truncate(slot, 0)
+                self._cache.truncate(slot, 0)
                 return True
         leases = list(self._lease_by_slot.items())
         idle = [(slot, lease) for slot, lease in leases if slot not in self._sequence_by_slot and lease is not but]
@@ -288,7 +290,7 @@ class Slots:
             slot, oldest = min(idle, key=lambda held: held[1].last_used)
             oldest.lose()
             self._lease_by_slot.pop(slot, None)
-            self.runner.truncate(slot, 0)
+            self._cache.truncate(slot, 0)
         return bool(idle)
 
     def make_room(self, sequence: Sequence, shortage: Callable[[], str]) -> bool:
@@ -306,7 +308,7 @@ class Slots:
 
     def reset(self) -> None:
         """Empty all slots, and take them from their owners."""
-        self.runner.reset()
+        self._cache.reset()
         for lease in list(self._lease_by_slot.values()):
             lease.lose()
         self._lease_by_slot.clear()
@@ -324,7 +326,7 @@ class Slots:
         while True:
             for slot in range(self.runner.num_slots):
                 if slot not in self._sequence_by_slot and slot not in self._lease_by_slot:
-                    self.runner.truncate(slot, 0)
+                    self._cache.truncate(slot, 0)
                     return slot
             if not self.reclaim():
                 return None

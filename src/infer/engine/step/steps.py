@@ -23,6 +23,7 @@ from infer.engine.step.slots import Slots
 from infer.errors import OutOfPagesError
 
 Work = tuple[Sequence, Chunk]  # one sequence's share of a step
+_MANY = 1 << 30  # tokens
 
 
 @final
@@ -126,7 +127,7 @@ class Steps:
 
     def _planned(self, active: list[Sequence]) -> tuple[Plan, list[Work]]:
         """Return a plan and its work, without sequences that failed meanwhile or got no pages."""
-        try_reserve = self._runner.try_reserve
+        try_reserve = self._runner.cache.try_reserve
         while True:
             plan, works = self._plan(active)
             for sequence, chunk in works:
@@ -146,7 +147,7 @@ class Steps:
         """
         if self._drafting.drafted(active) or any(each.grammar is not None for each in active):
             return NO_PLAN, []
-        (plan, works), try_reserve = self._plan(active), self._runner.try_reserve
+        (plan, works), try_reserve = self._plan(active), self._runner.cache.try_reserve
         if plan.num_steps > 1 or any(try_reserve(sequence.slot, len(chunk.token_ids)) for sequence, chunk in works):
             return NO_PLAN, []
         return plan, works
@@ -162,7 +163,7 @@ class Steps:
     def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
         if not active:
             return NO_PLAN, []
-        times, room = self.step_times(active), _rope_room(self._runner, active)
+        times, room = self.step_times(active), rope_room(self._runner, active)
         if times is not None:
             self._drafting.propose(active, min(room, self._scheduler.max_drafts(len(active))), times)
         max_steps = min([1 + room, *[sequence.max_steps for sequence in active]])
@@ -195,7 +196,7 @@ class Steps:
         self._runner.commit(sequence.slot, count)
         sequence.computed(count, awaited)
         if self._runner.shares_prefixes and not sequence.has_fault:
-            self._runner.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
+            self._runner.cache.remember(sequence.slot, sequence.token_ids, sequence.request.salt)
 
     def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
@@ -278,19 +279,20 @@ def _end_prompt(slots: Slots, sequence: Sequence) -> None:
             runner.after_prompt(slot, prompt)
             sequence.must_end_prompt = False
         except OutOfPagesError:  # a loaded row lost tokens, and has no pages to compute them again
-            runner.truncate(slot, 0)
+            runner.cache.truncate(slot, 0)
             sequence.num_computed = 0
     sequence.timer.waited(time.perf_counter() - started)
 
 
-def _rope_room(runner: Runner, active: Items[Sequence]) -> int:
+def rope_room(runner: Runner, active: Items[Sequence]) -> int:
     """Return the number of tokens that may follow each sequence with the same rope factors.
 
     The slot of a sequence that now needs other factors is emptied.
     """
-    if runner.model.rope_border is None:
-        return runner.rope_room(0)
+    if (border := runner.model.rope_border) is None:
+        return _MANY
     for sequence in active:
         if runner.choose_rope(sequence.slot, len(sequence.token_ids)):
             sequence.num_computed = 0
-    return min(runner.rope_room(len(sequence.token_ids)) for sequence in active)
+    lengths = [len(sequence.token_ids) for sequence in active]
+    return min(border - length if length <= border else _MANY for length in lengths)

@@ -21,7 +21,8 @@ from infer.models.from_checkpoint import load_checked, set_num_threads
 from infer.system.child_process import receive_all
 from infer.system.cores import keep_rank_on_node
 
-_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower that its runner does not have
+_OWN = {"forward", "multi_step", "leave", "begin_anew", "digest"}  # methods of a follower
+_OF_RUNNER = {"extend", "append", "after_prompt", "choose_rope"}  # all others are methods of the cache
 
 
 def main() -> None:
@@ -76,7 +77,8 @@ class Follower:
         """
         for name, arguments in calls:
             try:
-                getattr(self if name in _OWN else self._runner, name)(*arguments)
+                owner = self._runner if name in _OF_RUNNER else self if name in _OWN else self._runner.cache
+                getattr(owner, name)(*arguments)
             except InferError:
                 continue
 
@@ -96,7 +98,7 @@ class Follower:
         self._pipe.send(None)
 
     def begin_anew(self) -> None:
-        self._runner.reset()
+        self._runner.cache.reset()
         self._group.begin_anew()
         self._pipe.send(None)
 

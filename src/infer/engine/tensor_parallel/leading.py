@@ -1,4 +1,4 @@
-"""Rank 0's runner. The other ranks repeat each call that changes its cache or runs its model, in the same order.
+"""Rank 0's runner and cache. The other ranks repeat each call that changes the cache or runs the model, in this order.
 
 `led` records a call. A change is queued, and the other ranks apply it with the next step. A step starts on the other
 ranks before it runs here. `reset` repairs any state that an exception left incomplete. If a rank has ended during a
@@ -6,12 +6,13 @@ step, the step raises InferError, and its logits are discarded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Chunk
 from infer.compute.ops import Captured, PendingStep
 from infer.compute.sampling.columns import SamplingColumns
@@ -31,9 +32,9 @@ def led(
     is_step: bool = False,
     only_if: _Test = lambda *arguments: True,
     name: str = "",
-    sent: Callable[..., tuple[Any, ...]] = lambda runner, *arguments: arguments,
-) -> Callable[Concatenate["LeadingRunner", _Parameters], _Result]:
-    """Return the method, which also calls the method `name` of the other ranks' runners, with `sent(...)`.
+    sent: Callable[..., tuple[Any, ...]] = lambda owner, *arguments: arguments,
+) -> Callable[Concatenate[Any, _Parameters], _Result]:
+    """Return the method, which also calls the method `name` of the other ranks, with `sent(...)`.
 
     By default these are the same name and the same arguments. A call within a led call is part of it, so it is not
     recorded again. If `only_if` returns False, the call changes nothing, and nothing is sent.
@@ -41,23 +42,22 @@ def led(
     name = name or method.__name__
 
     @wraps(method)
-    def run(self: "LeadingRunner", /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+    def run(self: "LeadingRunner | LeadingCache", /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         assert not kwargs, "ranks are sent positional arguments"
-        if self.is_leading or not only_if(self, *args):
+        ranks = self.ranks
+        if ranks.is_leading or not only_if(self, *args):
             return method(self, *args, **kwargs)
         arguments = [_copied(each) for each in sent(self, *args)]
-        if not is_step:
-            self.ranks.tell(name, *arguments)
-            return method(self, *args, **kwargs)
-        self.ranks.lead(name, *arguments)
-        self.is_leading = True
+        (ranks.lead if is_step else ranks.tell)(name, *arguments)
+        ranks.is_leading = True
         try:
             found = method(self, *args, **kwargs)
             if isinstance(found, PendingStep):
                 found.wait()  # the other ranks run whole steps
         finally:
-            self.is_leading = False
-        self.ranks.has_led()
+            ranks.is_leading = False
+        if is_step:
+            ranks.has_led()
         return found
 
     return run
@@ -73,14 +73,44 @@ def _chunks(runner: Runner, chunks: Sequence[Chunk], *others: object) -> tuple[A
 
 
 @final
+class LeadingCache(PagedCache):
+    """Takes the `ranks` and the arguments of `PagedCache`. It has rank 0's heads only."""
+
+    def __init__(self, ranks: Ranks, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.ranks = ranks
+
+    reserve = led(PagedCache.reserve)
+    try_reserve = led(PagedCache.try_reserve)
+    commit = led(PagedCache.commit)
+    truncate = led(PagedCache.truncate)
+    forget = led(PagedCache.forget)
+    adopt = led(PagedCache.adopt)
+    remember = led(PagedCache.remember, only_if=lambda cache, row, *_: cache.has_new_pages(row))
+    end_answer = led(PagedCache.end_answer)
+    give_back_free = led(PagedCache.give_back_free)
+    copy_row = led(PagedCache.copy_row)
+
+    def reset(self) -> None:
+        self.ranks.begin_anew()
+        super().reset()
+
+    def import_row(self, row: int, tensors: Mapping[str, Tensor], length: int, *, is_long: bool = False) -> None:
+        """Empty the row. Each rank stores its own heads, so the tokens are computed again."""
+        self.truncate(row, 0)
+
+
+@final
 class LeadingRunner(Runner):
-    """Takes the `ranks` and the arguments of `Runner`, with which they load, too. `cache` has rank 0's heads only."""
+    """Takes the `ranks` and the arguments of `Runner`, with which they load, too."""
 
     def __init__(self, ranks: Ranks, model: Transformer, **arguments: Any) -> None:
         """Load the other ranks, then make this runner. Raises InferError if a rank cannot load."""
         ranks.load(arguments | {"limits": model.step_limits})
+        self.ranks, self.cache_type = ranks, partial(LeadingCache, ranks)
+        ranks.is_leading = True  # each rank makes its own cache
         super().__init__(model, **arguments)
-        self.ranks, self.is_leading = ranks, False
+        ranks.is_leading = False
 
     has_whole_slots = False
 
@@ -95,36 +125,17 @@ class LeadingRunner(Runner):
     extend = led(Runner.extend, is_step=True)
     append = led(Runner.append, is_step=True)
     after_prompt = led(Runner.after_prompt, is_step=True, only_if=lambda runner, *_: runner.compresses_prompts)
-
-    reserve = led(Runner.reserve)
-    try_reserve = led(Runner.try_reserve)
-    commit = led(Runner.commit)
-    truncate = led(Runner.truncate)
-    forget = led(Runner.forget)
-    adopt = led(Runner.adopt)
-    remember = led(Runner.remember, only_if=lambda runner, slot, *_: runner.cache.has_new_pages(slot))
     choose_rope = led(Runner.choose_rope, only_if=lambda runner, *_: runner.model.rope_border is not None)
-    after_answer = led(Runner.after_answer)
-    give_back_free = led(Runner.give_back_free)
-    copy_slot = led(Runner.copy_slot)
 
     def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> Captured | None:
         captured = super()._captured_for(chunks, columns)
         return captured if captured is not None and captured.is_followed else None
 
-    def reset(self) -> None:
-        self.ranks.begin_anew()
-        super().reset()
-
-    def import_slot(self, slot: int, tensors: Mapping[str, Tensor], length: int) -> None:
-        """Empty the slot. Each rank stores its own heads, so the tokens are computed again."""
-        self.truncate(slot, 0)
-
     @torch.inference_mode()
     def check_logits(self) -> None:
         """Raise InferError if the ranks compute different logits."""
-        self.reserve(0, 1)
+        self.cache.reserve(0, 1)
         logits = self.forward([Chunk(0, [0])])
         if set(self.ranks.digests()) != {digest_of(logits)}:
             raise InferError("the ranks of the model do not find the same logits: the memory or a build is faulty")
-        self.truncate(0, 0)
+        self.cache.truncate(0, 0)

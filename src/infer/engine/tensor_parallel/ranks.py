@@ -143,6 +143,7 @@ class Ranks:
         self._pending = list[Call]()
         self._failure: str | None = None
         self._is_closed = self._is_midway = False
+        self.is_leading = False  # True during a call that the other ranks repeat
         self._processes, self._pipes = list[subprocess.Popen[bytes]](), list[Connection]()
         folder = None if transport == "memory" else tempfile.mkdtemp(prefix="infer-ranks-")
         self._end = weakref.finalize(self, _end, self._processes, self._pipes, folder)

@@ -52,7 +52,7 @@ def logits_beside(
 
     def compute(slot: int) -> Tensor | None:
         nonlocal num_done, num_held, num_losses
-        start = keep_common(runner, held, token_ids, slot)
+        start = keep_common(runner.cache, held, token_ids, slot)
         start = 0 if runner.choose_rope(slot, len(token_ids)) else start
         num_done, num_losses = max(num_done, min(start, first)), num_losses + (start < num_held)
         most, logits = step_tokens(host), None

@@ -234,7 +234,7 @@ def _settings_families(host: Any) -> Iterator[Any]:
     cache = host.settings.cache
     labels = {
         "page_tokens": str(cache.page_tokens),
-        "num_pages": str(sum(host.runner.pool_pages)),
+        "num_pages": str(sum(host.runner.cache.pool_pages)),
         "kv_type": host.model.kv_type if cache.kv_type == "auto" else cache.kv_type,
         "eviction_policy": cache.eviction_policy,
         "reuse_prefixes": str(cache.reuse_prefixes).lower(),

@@ -81,10 +81,10 @@ class ServerState:
         engine, lengths = self.llm().host.engine_if_any, self.door.lengths
         if engine is None:  # an encoder runs one call at a time
             return Load((), StepCosts(), self.settings.slots)
-        runner = engine.runner
+        cache = engine.runner.cache
 
         def fitting(num_tokens: int) -> int:
-            needed = zip(runner.pool_pages, runner.pages_of(num_tokens), strict=True)
+            needed = zip(cache.pool_pages, cache.pages_of(num_tokens), strict=True)
             return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
 
         def work_of(each: Any) -> RemainingWork:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -50,23 +50,17 @@ class Generated(NamedTuple):
 class PendingStep:
     """A step that was launched. Until it has ended, another step may be launched behind it."""
 
-    def __init__(self, wait: Callable[[], Generated], *, is_running: bool) -> None:
-        """Take the function that waits for the step's end. With `is_running` the device runs the step."""
-        self._wait: Callable[[], Generated] | None = wait
-        self._generated: Generated | None = None
-        self.is_running = is_running
+    def __init__(self, generated: Generated | Callable[[], Generated], *, is_running: bool = False) -> None:
+        """Take the tokens of a step that has ended, or the function that waits for them.
 
-    @classmethod
-    def ended(cls, generated: Generated) -> Self:
-        """Return a step that has ended with these tokens."""
-        return cls(lambda: generated, is_running=False)
+        With `is_running` the device runs the step.
+        """
+        self._generated, self.is_running = generated, is_running
 
     def wait(self) -> Generated:
         """Wait until the step has ended, and return its tokens. Another call returns them again."""
-        if self._wait is not None:
-            self._generated = self._wait()
-            self._wait, self.is_running = None, False  # `wait` refers to memory
-        assert self._generated is not None
+        if callable(self._generated):
+            self._generated, self.is_running = self._generated(), False  # the function refers to memory
         return self._generated
 
 

@@ -185,7 +185,7 @@ class Runner:
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
             logits = self.forward(chunks)[:, : columns.vocab_size]
             self._backend.synchronize()
-            return ops.PendingStep.ended(verify(logits, chunks, positions, columns, history, masks))
+            return ops.PendingStep(verify(logits, chunks, positions, columns, history, masks))
 
     def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
         """Return True if a recording runs these chunks and samples after them."""

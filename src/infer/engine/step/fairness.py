@@ -162,8 +162,10 @@ class KeptSlots:
 
     def count(self, running: Iterable[str], now: float, num_slots: int) -> int:
         """Return the number of free slots that are kept for tenants without a running sequence."""
+        if not self._until:
+            return 0
         self._until = {tenant: until for tenant, until in self._until.items() if until > now}
-        return min(len(self._until.keys() - set(running)), num_slots // _MOST_KEPT) if self._until else 0
+        return min(len(self._until.keys() - set(running)), num_slots // _MOST_KEPT)
 
 
 @final

@@ -88,6 +88,7 @@ class Sequence:
         self._tail: Parsed | None = None  # the held text of an answer that was cut
         self._drafts: Items[int] = ()  # drafts for the next step
         self._text = TextOutput(request)
+        self.stop_ids = self._text.stop_ids
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
         self._begin_with(request.options.answer_prefix)
 
@@ -126,10 +127,6 @@ class Sequence:
     def room(self) -> int:
         """Number of tokens that may follow, after the one that is awaited."""
         return self._text.limit - len(self.pieces) - len(self.awaited)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._text.stop_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache, partial
 from itertools import count
@@ -85,12 +85,9 @@ class Slots:
         self._pages_of = lru_cache(4096)(runner.cache.pages_of)
         self._lease_by_slot = weakref.WeakValueDictionary[int, Lease]()
         self._sequence_by_slot: dict[int, Sequence] = {}
+        self.sequences = self._sequence_by_slot.values()
         self._uses = count(1)
         self._is_full = False  # True if a sequence was preempted for pages and none has left since
-
-    @property
-    def sequences(self) -> Iterable[Sequence]:
-        return self._sequence_by_slot.values()
 
     # Admission
 
@@ -106,9 +103,8 @@ class Slots:
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
         held_back, now = set[Sequence](), time.perf_counter()
         while len(held_back) <= max_running:  # comparing more sequences takes too long
-            is_full = len(running) >= max_running - self.queue.kept.count(
-                {each.tenant for each in running}, now, max_running
-            )
+            tenants = {each.tenant for each in running}
+            is_full = len(running) >= max_running - self.queue.kept.count(tenants, now, max_running)
             sequence = self.queue.next(running, blocked, held_back, is_full=is_full)
             if sequence is None:
                 return
@@ -247,7 +243,7 @@ class Slots:
         Return False if there is none.
         """
         size = partial(self.size, max_running=self.runner.num_slots)
-        victim = self._last_paused() or self.queue.victim_of(list(self.sequences), size)
+        victim = self._last_paused() or self.queue.victim_of(self.sequences, size)
         if victim is None and not spares_last:
             victim = next(iter(self.sequences), None)
         if victim is not None:

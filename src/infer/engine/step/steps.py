@@ -116,7 +116,7 @@ class Steps:
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
             generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
-            pending = PendingStep.ended(generated) if generated.ends else None
+            pending = PendingStep(generated) if generated.ends else None
         is_multi_step = pending is not None
         if pending is None:
             pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)

@@ -118,7 +118,7 @@ class CapturedForward(Captured):
         generated = self._verifier.run(self._recording.state, chunks, starts, columns, history, masks)
         if self._recording.checks:
             self._recording.check()
-        return PendingStep.ended(generated)
+        return PendingStep(generated)
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int, num_threads: int | None = None) -> int:
         self._load(chunks, starts)

@@ -15,6 +15,7 @@ from torch import Tensor
 from infer.compute import ops
 from infer.compute.operands.step import Chunk
 from infer.compute.operands.weights import FileWeight
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
@@ -152,11 +153,8 @@ def generated(
         for slot in range(len(prompts)):
             runner.cache.reserve(slot, ahead)
         chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
-        sampled = (
-            runner.multi_step(chunks, ahead, columns, history, ())
-            if steps > 1
-            else runner.launch(chunks, columns, history).wait()
-        )
+        step = SampledStep(chunks, runner.starts(chunks), columns, history)
+        sampled = runner.multi_step(step, ahead) if steps > 1 else runner.launch(step).wait()
         for slot, token_ids in enumerate(sampled.token_ids):
             found[slot] += token_ids
             runner.commit(slot, len(token_ids))
@@ -173,7 +171,8 @@ def verified(runner: Runner, prompt: Sequence[int], expected: Sequence[int], **p
         places = range(len(found), min(len(found) + 3, len(expected) - 1))
         drafts = [(expected[place] + (place % 5 == 4)) % vocab_size for place in places]
         runner.cache.reserve(0, 1 + len(drafts))
-        (token_ids,), *_ = runner.launch([Chunk(0, [last, *drafts], len(drafts))], columns, history).wait()
+        step = SampledStep([Chunk(0, [last, *drafts], len(drafts))], runner.lengths, columns, history)
+        (token_ids,), *_ = runner.launch(step).wait()
         found += token_ids
         runner.commit(0, len(token_ids))
         last = found[-1]
@@ -279,12 +278,14 @@ def time_model(
             at_context(runner, slot, after)
             runner.extend(slot, prompts[slot])
             runner.cache.reserve(slot, WARM_UP + tokens)
-        runner.multi_step(chunks, WARM_UP, columns, None, ())  # captures the sampler of these columns
+        step = SampledStep(chunks, runner.starts(chunks), columns)
+        runner.multi_step(step, WARM_UP)  # captures the sampler of these columns
         for slot in range(rows):
             runner.commit(slot, WARM_UP)
+        step = step._replace(starts=runner.starts(chunks))
         model.backend.synchronize()
         started = time.perf_counter()
-        runner.multi_step(chunks, tokens, columns, None, ())
+        runner.multi_step(step, tokens)
         decode.append(rows * tokens / (time.perf_counter() - started))
         runner.cache.reset()
         at_context(runner, 0, after)
@@ -345,7 +346,8 @@ def time_many(model: Transformer, num_requests: int, context: int) -> dict[str, 
         for slot in slots:
             runner.cache.reserve(slot, ahead)
         columns.select(slots)  # the sampler is captured again only if other slots take part
-        found = runner.multi_step([Chunk(slot, [last[slot]]) for slot in slots], ahead, columns, None, ())
+        chunks = [Chunk(slot, [last[slot]]) for slot in slots]
+        found = runner.multi_step(SampledStep(chunks, runner.starts(chunks), columns), ahead)
         for slot, token_ids in zip(slots, found.token_ids, strict=True):
             runner.commit(slot, ahead)
             left[slot], last[slot] = left[slot] - ahead, token_ids[-1]

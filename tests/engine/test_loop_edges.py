@@ -21,6 +21,7 @@ import path_cases
 from extent import IS_SHORT, usual_or_all
 from infer import LLM, InvalidRequestError, SamplingParams, load_model
 from infer.compute.operands.step import Chunk, Clock, StepEnd
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
@@ -102,7 +103,8 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
     runner = Runner(world.model, 8)
     runner.cache.reserve(0, 8)
-    runner.launch([Chunk(0, prompt_of(8))], SamplingColumns.of([LONG], path_cases.VOCAB_SIZE), None)
+    columns = SamplingColumns.of([LONG], path_cases.VOCAB_SIZE)
+    runner.launch(SampledStep([Chunk(0, prompt_of(8))], [0], columns))
     runner.commit(0, 8)
     check_refused(lambda: runner.cache.reserve(0, 1), "a row has room for 8 tokens, got 9")
     assert runner.lengths[0] == 8

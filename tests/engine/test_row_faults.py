@@ -168,10 +168,10 @@ IsFaulty = Callable[[dict[int, int]], bool]  # takes the number of tokens of eac
 def plant_in_steps(runner: Any, is_faulty: Callable[[set[int]], bool]) -> None:
     """Let each step with certain slots raise."""
 
-    def planted(run: Callable[..., Any], chunks: Any, *arguments: Any) -> Any:
-        if is_faulty({chunk.slot for chunk in chunks}):
+    def planted(run: Callable[..., Any], step: Any, *arguments: Any) -> Any:
+        if is_faulty({chunk.slot for chunk in step.chunks}):
             raise PLANTED
-        return run(chunks, *arguments)
+        return run(step, *arguments)
 
     for name in ("launch", "multi_step"):
         setattr(runner, name, partial(planted, getattr(runner, name)))

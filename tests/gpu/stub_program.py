@@ -22,6 +22,7 @@ from infer.compute import ops
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, Repeats
 from infer.compute.operands.step import Chunk, Step, sampled_after
+from infer.compute.ops import SampledStep
 
 CPU, CONTEXT, ROWS = torch.device("cpu"), 256, 8
 # Types of weights.
@@ -176,14 +177,14 @@ def run(type_: str, library: _Library, numbers_of_rows: Sequence[int]) -> list[d
             for num_rows in numbers_of_rows:
                 columns, history = gpu_models.sampling_of(model, [[1, 2, 3]] * num_rows, 16, **params)
                 chunks, starts = [Chunk(row, [1]) for row in range(num_rows)], [0] * num_rows
-                captured.run_multi_step(chunks, starts, 3, columns, history, (2,))
+                captured.run_multi_step(SampledStep(chunks, starts, columns, history), 3, (2,))
                 note(f"{name} multi-step of {num_rows}")
                 drafted = [Chunk(row, [1, 2, 3], num_drafts=2) for row in range(num_rows)]
-                captured.launch(drafted, starts, columns, history)
+                captured.launch(SampledStep(drafted, starts, columns, history))
                 note(f"{name} verifier of {num_rows}")
-        pending = captured.launch(chunks, starts, columns, history)
+        pending = captured.launch(SampledStep(chunks, starts, columns, history))
         behind = [Chunk(row, [sampled_after(row)]) for row in range(len(chunks))]
-        captured.launch(behind, [1] * len(chunks), columns, history, None, pending)
+        captured.launch(SampledStep(behind, [1] * len(chunks), columns, history), pending)
         note("tokens of the step before")
     return found
 

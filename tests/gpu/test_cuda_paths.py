@@ -12,6 +12,7 @@ from extent import IS_WHOLE
 from infer import SamplingParams
 from infer.compute import ops
 from infer.compute.operands.step import Chunk, Interrupt, Step
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
@@ -117,38 +118,36 @@ def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(device_world.model, 64, num_slots=2, step_tokens=16)
 
 
-def prefilled(
-    runner: Runner, params: SamplingParams, count: int, other: SamplingParams | None = None
-) -> tuple[list[Chunk], SamplingColumns]:
-    """Two rows of three tokens and room for `count` more."""
+def prefilled(runner: Runner, params: SamplingParams, count: int, other: SamplingParams | None = None) -> SampledStep:
+    """Return a step of two rows of three tokens and room for `count` more."""
     columns = SamplingColumns.of([params, other or params], 256, num_prompt_tokens=[3, 3])
     for slot in range(2):
         runner.extend(slot, [5 + slot, 6, 7])
         runner.cache.reserve(slot, count)
-    return [Chunk(slot, [8]) for slot in range(2)], columns
+    return SampledStep([Chunk(slot, [8]) for slot in range(2)], [3, 3], columns)
 
 
 def test_a_multi_step_ends_when_every_row_has_met_a_stop_id(runner: Runner) -> None:
-    chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
-    first, second = runner.multi_step(chunks, 5, columns, None, ()).token_ids
+    step = prefilled(runner, SamplingParams(temperature=0), 6)
+    first, second = runner.multi_step(step, 5).token_ids
     assert len(first) == len(second) == 5
     stop_ids = {first[0], second[2]}
     ends = [next(i for i, token_id in enumerate(ids) if token_id in stop_ids) for ids in (first, second)]
-    found, times, _ = runner.multi_step(chunks, 6, columns, None, stop_ids)
+    found, times, _ = runner.multi_step(step, 6, stop_ids)
     assert found == [ids[: max(ends) + 1] for ids in (first, second)]
     assert len(times) == max(ends) + 1
 
 
 def test_a_multi_step_that_is_interrupted_ends_with_the_groups_that_are_under_way(runner: Runner) -> None:
-    chunks, columns = prefilled(runner, SamplingParams(temperature=0), 6)
-    found = runner.multi_step(chunks, 6, columns, None, (), interrupt=Interrupt(1)).token_ids
+    step = prefilled(runner, SamplingParams(temperature=0), 6)
+    found = runner.multi_step(step, 6, interrupt=Interrupt(1)).token_ids
     assert list(map(len, found)) == [4, 4]
 
 
 def test_a_row_that_fails_ends_a_multi_step_with_its_code(runner: Runner) -> None:
     banned = SamplingParams(temperature=0, allowed_token_ids=[5], logit_bias={5: -float("inf")})
-    chunks, columns = prefilled(runner, banned, 3)
-    assert runner.multi_step(chunks, 3, columns, None, ()).token_ids == [[-2], [-2]]
+    step = prefilled(runner, banned, 3)
+    assert runner.multi_step(step, 3).token_ids == [[-2], [-2]]
 
 
 def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: World, runner: Runner) -> None:
@@ -156,22 +155,23 @@ def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: W
     params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
     found = list[tuple[list[list[int]], list[list[TokenLogprob]]]]()
     for each in (runner, Runner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
-        chunks, columns = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
+        step = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
         history = History(2, 64, 256)
         for slot in range(2):
             history.begin(slot, [5 + slot, 6, 7, 8], 3)
         if each is runner:
-            token_ids, _, logprobs = each.multi_step(chunks, 3, columns, history, ())
+            token_ids, _, logprobs = each.multi_step(step._replace(history=history), 3)
             found.append((token_ids, logprobs))
             continue
         found.append(([[], []], [[], []]))
-        for _ in range(3):
-            sampled = each.launch(chunks, columns, history).wait()
+        for index in range(3):
+            sampled = each.launch(step._replace(starts=[3 + index] * 2, history=history)).wait()
             for slot in range(2):
                 found[-1][0][slot] += sampled.token_ids[slot]
                 found[-1][1][slot] += sampled.logprobs[slot]
                 each.commit(slot, 1)
             chunks = [Chunk(slot, token_ids[-1:]) for slot, token_ids in enumerate(sampled.token_ids)]
+            step = step._replace(chunks=chunks)
     assert found[0] == found[1]
     assert list(map(len, found[0][1])) == [3, 3]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.compute.operands.step import Chunk, Masks
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.verify import verify
@@ -57,7 +58,9 @@ def one_by_one(rows: Rows, drafts: list[list[int]], history: History) -> list[li
     counts = [min(len(mine) + 1, most) for mine, most in zip(drafts, NUM_LINES, strict=True)]
     lines = first_lines(counts)
     masks = None if rows.masks is None else filled(rows.masks[lines])
-    return verify(rows.logits[lines], chunks_of(drafts), rows.positions, rows.columns, history, masks).token_ids
+    starts = [position - 2 for position in rows.positions]
+    step = SampledStep(chunks_of(drafts), starts, rows.columns, history, masks)
+    return verify(rows.logits[lines], step).token_ids
 
 
 def chunks_of(drafts: list[list[int]]) -> list[Chunk]:
@@ -94,7 +97,8 @@ def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_i
         padded = torch.full((MAX_LINES, VOCAB_SIZE + 3), torch.nan)
         padded[: len(rows.logits), :VOCAB_SIZE] = rows.logits
         forward = Recording(lambda: None, padded)
-        found = verifier.launch(forward, chunks_of(drafts), starts, rows.columns, ours, masks).wait().token_ids
+        step = SampledStep(chunks_of(drafts), starts, rows.columns, ours, masks)
+        found = verifier.launch(forward, step).wait().token_ids
         assert found == one_by_one(rows, drafts, theirs)
         for name in ("lengths", "last", "counts", "tokens"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -111,7 +115,7 @@ def test_a_draft_is_in_the_history_of_the_lines_after_it(name: str) -> None:
     columns, history = SamplingColumns.of([params], VOCAB_SIZE), History(1, 8, VOCAB_SIZE)
     history.begin(0, [3, 4])
     forward, chunks = Recording(lambda: None, torch.cat([logits, logits[:1]])), [Chunk(0, [4, 5, 9], 2)]
-    found = Verifier(4, CPU, Repeats()).launch(forward, chunks, [1], columns, history, None).wait()
+    found = Verifier(4, CPU, Repeats()).launch(forward, SampledStep(chunks, [1], columns, history)).wait()
     assert found.token_ids == [[5, 9, 5]]
 
 
@@ -122,7 +126,8 @@ def test_log_probabilities_are_those_of_the_lines_that_count() -> None:
     columns = SamplingColumns.of([SamplingParams(**each) for each in options], VOCAB_SIZE)
     chunks = [Chunk(0, [1, int(logits[0].argmax())], 1), Chunk(1, [1]), Chunk(2, [1])]
     forward = Recording(lambda: None, logits)
-    found = Verifier(4, CPU, Repeats()).launch(forward, chunks, [3] * 3, columns, None, None).wait()
-    expected = verify(logits, chunks, [4] * 3, columns, None)
+    step = SampledStep(chunks, [3] * 3, columns)
+    found = Verifier(4, CPU, Repeats()).launch(forward, step).wait()
+    expected = verify(logits, step)
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert [len(each) for each in found.logprobs] == [2, 0, 1]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.compute.operands.step import Chunk, Step
+from infer.compute.ops import SampledStep
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
@@ -91,7 +92,7 @@ def test_rows_that_join_and_leave_make_no_new_recording_and_the_tokens_are_the_s
         columns.select(slots)
         chunks = [Chunk(slot, [(said[slot] or [slot])[-1]]) for slot in slots]
         starts = [len(said[slot]) for slot in slots]
-        found = captured.run_multi_step(chunks, starts, 3, columns, history)
+        found = captured.run_multi_step(SampledStep(chunks, starts, columns, history), 3)
         for slot, token_ids in zip(slots, found.token_ids, strict=True):
             said[slot] += token_ids
         counts.append(record.call_count)
@@ -115,7 +116,7 @@ def test_rows_that_join_and_leave_verify_drafts_without_a_new_recording() -> Non
         wrong = (right[slots[1]][0] + 1) % VOCAB_SIZE
         drafts = {slots[0]: right[slots[0]], slots[1]: [wrong, 0]}
         chunks = [Chunk(slot, [slot, *drafts.get(slot, [])], len(drafts.get(slot, []))) for slot in slots]
-        found = captured.launch(chunks, [0] * len(slots), columns, history).wait().token_ids
+        found = captured.launch(SampledStep(chunks, [0] * len(slots), columns, history)).wait().token_ids
         assert (found[0][:2], [len(token_ids) for token_ids in found]) == (right[slots[0]], [3, 1, 1, 1])
         assert [token_ids[0] for token_ids in found] == [right[slot][0] for slot in slots]
         counts.append(record.call_count)
@@ -132,17 +133,17 @@ def test_a_larger_list_or_another_history_is_read_where_it_is() -> None:
             history.begin(slot, [3], 1)
         chunks = [Chunk(slot, [3]) for slot in range(count)]
         biased = TABLE[3] + torch.tensor([biases.get(token_id, 0.0) for token_id in range(VOCAB_SIZE)])
-        found = captured.run_multi_step(chunks, [0] * count, 1, columns, history).token_ids
+        found = captured.run_multi_step(SampledStep(chunks, [0] * count, columns, history), 1).token_ids
         assert found == [[int(biased.argmax())]] * count
         assert history.lengths.tolist() == [2] * count + [0] * (8 - count)
 
 
-def of_many(num_drafts: int) -> tuple[list[Chunk], SamplingColumns]:
-    """Return 70 rows of a token and drafts."""
+def of_many(num_drafts: int) -> SampledStep:
+    """Return a step of 70 rows of a token and drafts."""
     drafts = list(range(num_drafts))
     chunks = [Chunk(slot, [slot % VOCAB_SIZE, *drafts], num_drafts) for slot in range(70)]
     params = [SamplingParams(temperature=0.9, seed=slot) for slot in range(70)]
-    return chunks, SamplingColumns.of(params, VOCAB_SIZE)
+    return SampledStep(chunks, [5] * 70, SamplingColumns.of(params, VOCAB_SIZE))
 
 
 def drawn(logits: Tensor, columns: SamplingColumns, position: int) -> list[int]:
@@ -154,28 +155,30 @@ def drawn(logits: Tensor, columns: SamplingColumns, position: int) -> list[int]:
 @pytest.mark.slow(rest=0)
 def test_a_step_of_decoding_has_more_than_64_rows() -> None:
     captured, _ = make_captured(8192, 512)
-    chunks, columns = of_many(0)
+    step = of_many(0)
+    chunks, columns = step.chunks, step.columns
     last = [chunk.token_ids[0] for chunk in chunks]
     expected = [list[int]() for _ in chunks]
     for position in (6, 7):
         last = drawn(TABLE[last], columns, position)
         for mine, token_id in zip(expected, last, strict=True):
             mine.append(token_id)
-    found = captured.run_multi_step(chunks, [5] * 70, 2, columns)
+    found = captured.run_multi_step(step, 2)
     assert found.token_ids == expected
-    stops = captured.run_multi_step(chunks, [5] * 70, 9, columns, None, list({ids[0] for ids in expected}))
+    stops = captured.run_multi_step(step, 9, list({ids[0] for ids in expected}))
     assert stops.token_ids == [ids[:1] for ids in expected], "every row has met a stop id, also beyond the 64th"
     ended: Sequence[int] = sorted({ids[0] for ids in expected[:69]} - {expected[69][0]})
-    assert len(captured.run_multi_step(chunks, [5] * 70, 2, columns, None, ended).ends) == 2
+    assert len(captured.run_multi_step(step, 2, ended).ends) == 2
 
 
 @pytest.mark.slow(rest=0)
 def test_a_step_of_drafts_has_more_than_64_lines() -> None:
     captured, _ = make_captured(8192, 512)
-    chunks, columns = of_many(1)
+    step = of_many(1)
+    chunks, columns = step.chunks, step.columns
     first = drawn(TABLE[[chunk.token_ids[0] for chunk in chunks]], columns, 6)
     second = drawn(TABLE[[chunk.token_ids[1] for chunk in chunks]], columns, 7)
-    found = captured.launch(chunks, [5] * 70, columns).wait().token_ids
+    found = captured.launch(step).wait().token_ids
     for mine, chunk, one, two in zip(found, chunks, first, second, strict=True):
         assert mine == ([one, two] if one == chunk.token_ids[1] else [one])
 

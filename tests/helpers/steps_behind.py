@@ -1,11 +1,9 @@
 """The smallest device that runs steps on its own: a CPU's recording whose tokens are visible only after a wait."""
 
-from collections.abc import Sequence
 from typing import Any, final
 
-from infer.compute.backends.base import Captured, Generated, PendingStep
+from infer.compute.backends.base import Captured, Generated, PendingStep, SampledStep
 from infer.compute.operands.step import Chunk, Step
-from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
 
 
@@ -32,22 +30,14 @@ class RunsOnItsOwn(Captured):
         runner._captured = cls(runner._captured)
         return runner._captured
 
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: Any = None,
-        masks: Any = None,
-        behind: PendingStep | None = None,
-    ) -> PendingStep:
+    def launch(self, step: SampledStep, behind: PendingStep | None = None) -> PendingStep:
         if behind is not None:
             self.num_behind += 1
             assert self._last is not None
             assert behind is self._last[0]
-            chunks = [self._resolved(chunk, self._last[1]) for chunk in chunks]
-        assert all(token_id >= 0 for chunk in chunks for token_id in chunk.token_ids)
-        found, number = self._recording.launch(chunks, starts, columns, history, masks).wait(), self.num_launched
+            step = step._replace(chunks=[self._resolved(chunk, self._last[1]) for chunk in step.chunks])
+        assert all(token_id >= 0 for chunk in step.chunks for token_id in chunk.token_ids)
+        found, number = self._recording.launch(step).wait(), self.num_launched
         self.num_launched += 1
         self.calls.append(("launch", number))
 
@@ -67,8 +57,8 @@ class RunsOnItsOwn(Captured):
         ids = [max(0, before.token_ids[-2 - each][0]) if each < -1 else each for each in chunk.token_ids]
         return chunk._replace(token_ids=ids)
 
-    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        return self._recording.takes(chunks, columns)
+    def takes(self, step: SampledStep) -> bool:
+        return self._recording.takes(step)
 
     def run(self, step: Step) -> Any:
         return self._recording.run(step)

@@ -31,6 +31,7 @@ from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.step import Chunk, Interrupt, Step
 from infer.compute.operands.weights import Heads, Norm, Projection, StoredWeight
+from infer.compute.ops import SampledStep
 from infer.compute.quantization import ggml_types
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
@@ -441,15 +442,15 @@ def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: Sampl
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
     start = [Chunk(0, [7])], [0]
-    assert captured.run_multi_step(*start, 100, *begin_rows([params])).token_ids == [expected]
-    (stopped,), *_ = captured.run_multi_step(*start, 100, *begin_rows([params]), stop_ids=[expected[20], 299])
+    assert captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100).token_ids == [expected]
+    (stopped,), *_ = captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100, [expected[20], 299])
     assert stopped == expected[: len(stopped)]
     assert stopped[-1] in (expected[20], 299)
     columns, history = begin_rows([params])
-    (first,), *_ = captured.run_multi_step(*start, 40, columns, history)
-    (then,), *_ = captured.run_multi_step([Chunk(0, first[-1:])], [40], 60, columns, history)
+    (first,), *_ = captured.run_multi_step(SampledStep(*start, columns, history), 40)
+    (then,), *_ = captured.run_multi_step(SampledStep([Chunk(0, first[-1:])], [40], columns, history), 60)
     assert first + then == expected
-    (interrupted,), *_ = captured.run_multi_step(*start, 100, *begin_rows([params]), interrupt=Interrupt(1))
+    (interrupted,), *_ = captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100, (), Interrupt(1))
     assert interrupted == expected[:1]
 
 
@@ -478,10 +479,10 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
             expected.append(single_steps(tiny, params, 6))
         columns.select(slots)
         parts = [Chunk(slot, [7]) for slot in slots]
-        found = captured.run_multi_step(parts, [0] * len(slots), 5, columns, history)
+        found = captured.run_multi_step(SampledStep(parts, [0] * len(slots), columns, history), 5)
         assert found.token_ids == [token_ids[:5] for token_ids in expected]
         last = [Chunk(slot, token_ids[4:5]) for slot, token_ids in zip(slots, expected, strict=True)]
-        found = captured.launch(last, [5] * len(slots), columns, history).wait()
+        found = captured.launch(SampledStep(last, [5] * len(slots), columns, history)).wait()
         assert found.token_ids == [token_ids[5:] for token_ids in expected]
         assert captured._multi_step is not None
         assert captured._verifier is not None
@@ -492,13 +493,15 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
 def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
-    check_refused(lambda: captured.launch([Chunk(0, [7])], [0], columns).wait(), "need a history of 300 words")
+    step = SampledStep([Chunk(0, [7])], [0], columns)
+    check_refused(lambda: captured.launch(step).wait(), "need a history of 300 words")
 
 
 def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns, history = begin_rows([SamplingParams(temperature=0, allowed_token_ids=[3], logit_bias={3: -math.inf})])
-    assert captured.run_multi_step([Chunk(0, [7])], [0], 10, columns, history).token_ids == [[sampler.NOTHING_ALLOWED]]
+    step = SampledStep([Chunk(0, [7])], [0], columns, history)
+    assert captured.run_multi_step(step, 10).token_ids == [[sampler.NOTHING_ALLOWED]]
 
 
 def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:

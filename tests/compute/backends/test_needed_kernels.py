@@ -31,7 +31,7 @@ from infer.compute.backends.cpu.threads import pool
 from infer.compute.backends.cpu.threads.pool import CurrentPool, ThreadPool
 from infer.compute.operands.architecture import ModelOutline
 from infer.compute.operands.step import Chunk
-from infer.compute.ops import KernelStore
+from infer.compute.ops import KernelStore, SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
 from infer.files import open_checkpoint
@@ -99,8 +99,9 @@ def test_a_load_announces_exactly_the_kernels_of_its_steps(
     captured = Runner(model, 64, settings=settings.cache)._captured
     assert captured is not None
     columns = SamplingColumns.of([SamplingParams(temperature=0)], 8)
-    captured.run_multi_step([Chunk(0, [1])], [0], 1, columns)
-    captured.launch([Chunk(0, [1])], [0], columns).wait()
+    step = SampledStep([Chunk(0, [1])], [0], columns)
+    captured.run_multi_step(step, 1)
+    captured.launch(step).wait()
     assert set(announced) == asked | {Kernel(".threads.worker_loop:publish")}  # only grammars need it
 
 

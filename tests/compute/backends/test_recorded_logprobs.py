@@ -16,6 +16,7 @@ from infer.compute.backends.cpu.state import STATE
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned
 from infer.compute.operands.step import Chunk, Masks
+from infer.compute.ops import SampledStep
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.outputs import TokenLogprob
@@ -46,7 +47,7 @@ def sampled_by_table(
         masks = Masks(batch.allowed, np.ones(1, np.int64), lambda: None, lambda *step: False)
     chunks, starts = [Chunk(slot, [0]) for slot in range(len(rows))], [len(row.context) - 1 for row in rows]
     verifier = Verifier(DispatchTable([]), logits)
-    return verifier.run(state, chunks, starts, batch.columns, batch.history, masks, num_threads).logprobs
+    return verifier.run(state, SampledStep(chunks, starts, batch.columns, batch.history, masks), num_threads).logprobs
 
 
 def defined(rows: Sequence[Row], end_ids: frozenset[int] = frozenset()) -> list[list[TokenLogprob]]:
@@ -105,7 +106,7 @@ def test_each_line_of_a_verified_step_has_its_own() -> None:
     best = lines.argmax(-1).tolist()
     chunks = [Chunk(0, [0, best[0], best[1], best[2] + 1], num_drafts=3), Chunk(1, [0])]
     verifier = Verifier(DispatchTable([]), lines.clone())
-    found = verifier.run(aligned(1, STATE), chunks, [0, 0], SamplingColumns.of(params, 300), None, None, 2)
+    found = verifier.run(aligned(1, STATE), SampledStep(chunks, [0, 0], SamplingColumns.of(params, 300)), 2)
     assert found.token_ids == [best[:3], best[4:]]
     rows = [Row(line, {"temperature": 0, "logprobs": 3}) for line in lines[:3]]
     rows.append(Row(lines[4], {"temperature": 0, "logprobs": 20}))

@@ -21,6 +21,7 @@ from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.operands.weights import Heads, RopeTable
+from infer.compute.ops import SampledStep
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.runner.runner import Runner
@@ -142,7 +143,8 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(llm: LLM
     def steps(lengths: Sequence[int], count: int) -> list[list[int]]:
         columns = SamplingColumns.of([GREEDY] * len(lengths), VOCAB_SIZE)
         chunks = [Chunk(slot, [5]) for slot in range(len(lengths))]
-        return runner_of(llm, lengths, count).multi_step(chunks, count, columns, None, ()).token_ids
+        runner = runner_of(llm, lengths, count)
+        return runner.multi_step(SampledStep(chunks, runner.starts(chunks), columns), count).token_ids
 
     assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
     runner = runner_of(llm, [BEYOND - 10, 100])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cases import cases
 from infer import InvalidRequestError, SamplingParams
 from infer.compute.operands.step import Chunk, Masks
-from infer.compute.ops import device
+from infer.compute.ops import SampledStep, device
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
 from infer.compute.sampling.definition import process_logits
 from infer.compute.sampling.integer_probs import target
@@ -253,9 +253,8 @@ def test_masks_on_the_host_serve_logits_on_a_device_and_follow_rows(name: str, m
     columns = SamplingColumns.of([SamplingParams(temperature=0)] * 2, VOCAB, device=torch.device("cpu"))
     parts = [Chunk(0, [1, 5], num_drafts=1), Chunk(1, [2])]
     logits, masks = torch.zeros(3, VOCAB, device=name), torch.arange(6, dtype=torch.int32).reshape(3, 2)
-    drawn, ended, _ = runner.verify(
-        logits, parts, [1, 1], columns, None, Masks(masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
-    )
+    given = Masks(masks, np.ones(1, np.int64), lambda: None, lambda *_: False)
+    drawn, ended, _ = runner.verify(logits, SampledStep(parts, [0, 0], columns, masks=given))
     assert drawn == [[5, 5], [9]]
     assert [(given.device.type, allowed.device.type) for given, allowed in asked] == [(name, name)] * 2
     if name == "cpu":

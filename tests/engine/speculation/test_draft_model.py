@@ -10,9 +10,10 @@ import pytest
 from cases import cases
 from draft_trials import always_drafting, check_equal, drafted, drafting_world, make_engine, plain_sequence, step_all
 from infer.compute.operands.limits import HOST_STEP
+from infer.compute.operands.step import Chunk
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import StepTimes
-from infer.engine.step.drafting import Drafted, Drafting
+from infer.engine.step.drafting import Drafting
 from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
 from infer.sampling_params import SamplingParams
 from path_cases import CASES, CONTEXT, Case, World, varied_ids
@@ -173,11 +174,14 @@ class Simulated:
         self.clock += self._read * len(token_ids)
         self.lengths[slot] += len(token_ids)
 
-    def launch(self, chunks: Any, columns: Any, history: Any) -> Any:
+    def starts(self, chunks: Any) -> list[int]:
+        return self.lengths
+
+    def launch(self, step: Any) -> Any:
         self.clock += self._pass
         return SimpleNamespace(wait=lambda: SimpleNamespace(token_ids=[[self._token()]]))
 
-    def multi_step(self, chunks: Any, count: int, *others: Any) -> Any:
+    def multi_step(self, step: Any, count: int) -> Any:
         self.clock += self._pass * count
         return SimpleNamespace(token_ids=[[self._token() for _ in range(count)]])
 
@@ -225,7 +229,7 @@ class Simulation:
             sequence.pieces += [SimpleNamespace(origin="sampled")] * new
             sequence.room -= new
             self._times.learn(1 + len(drafts), seconds)
-            own = [Drafted(0, len(drafts), new - 1)] if drafts else []
+            own = [(Chunk(0, drafts, len(drafts)), new - 1)] if drafts else []
             drafting.account(own, 1, seconds, spent, self._times)
             drafting.observe([sequence])
             drafts.clear()

@@ -21,6 +21,7 @@ from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.limits import HOST_STEP
 from infer.compute.operands.step import Chunk
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.engine.engine import Engine
 from infer.engine.requests.prompt_batch import answer_all
@@ -133,8 +134,9 @@ def steps(runner: Runner, num_sampled: int = 8) -> tuple[list[Tensor], list[list
     for slot in range(NUM_SLOTS):
         runner.cache.reserve(slot, num_sampled + 1)
     while len(sampled[0]) < num_sampled:
-        found = runner.multi_step(chunks, num_sampled, columns, None, []).token_ids
-        for slot, token_ids in enumerate(found or runner.launch(chunks, columns, None).wait().token_ids):
+        step = SampledStep(chunks, runner.starts(chunks), columns)
+        found = runner.multi_step(step, num_sampled).token_ids
+        for slot, token_ids in enumerate(found or runner.launch(step).wait().token_ids):
             runner.commit(slot, len(token_ids))
             sampled[slot] += token_ids
         chunks = [Chunk(slot, [token_ids[-1]]) for slot, token_ids in enumerate(sampled)]

@@ -64,6 +64,33 @@ class PendingStep:
         return self._generated
 
 
+@final
+class SampledStep(NamedTuple):
+    """A step after which tokens are sampled: chunks, and the position of the first token of each.
+
+    Entry i of `columns` belongs to chunk i. `history` has seen the step's tokens, and sees those that are sampled.
+    """
+
+    chunks: Sequence[Chunk]
+    starts: Sequence[int]
+    columns: SamplingColumns
+    history: History | None = None
+    masks: Masks | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError if there is not one chunk per row."""
+        if len(self.chunks) != len(self.columns):
+            raise InvalidRequestError(
+                f"a step takes a chunk for each of {len(self.columns)} rows, got {len(self.chunks)}"
+            )
+
+    def check_multi_step(self) -> None:
+        """Raise InvalidRequestError if there is not one token per row."""
+        is_single = all(len(chunk.token_ids) == chunk.num_logits == 1 for chunk in self.chunks)
+        if len(self.chunks) != len(self.columns) or not is_single:
+            raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(self.columns)} rows")
+
+
 class Recorded(ABC):
     """A forward that was recorded once. Its results equal those of the same ops run one by one, to the bit."""
 
@@ -112,40 +139,25 @@ class Captured(Recorded):
         return 0
 
     @abstractmethod
-    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
+    def takes(self, step: SampledStep) -> bool:
         """Return True if the chunks fit one replay and can be sampled there with these parameters."""
 
     @abstractmethod
     def run_multi_step(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        count: int,
-        columns: SamplingColumns,
-        history: History | None = None,
-        stop_ids: Sequence[int] = (),
-        masks: Masks | None = None,
-        interrupt: Interrupt | None = None,
+        self, step: SampledStep, count: int, stop_ids: Sequence[int] = (), interrupt: Interrupt | None = None
     ) -> Generated:
         """Run up to `count` steps without a return to Python, and sample after each of them.
 
-        Each chunk has one token, at its position in `starts`. Fewer steps run if every row met one of `stop_ids`, or if
-        any thread sets `interrupt`. The last token may be a negative code, if a row failed. `history` has seen the
-        step's tokens, and sees what is sampled. `masks` are the first step's; `masks.advance` sees each step.
+        Each chunk has one token. Fewer steps run if every row met one of `stop_ids`, or if any thread sets `interrupt`.
+        The last token may be a negative code, if a row failed. The masks are the first step's; `advance` of them sees
+        each step.
         """
 
     @abstractmethod
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None = None,
-        masks: Masks | None = None,
-        behind: PendingStep | None = None,
-    ) -> PendingStep:
-        """Run chunks from their positions on, and sample after each chunk with logits: the drafts that were right, and
-        the token after them. If the device can run steps on its own, the step may still run when this returns.
+    def launch(self, step: SampledStep, behind: PendingStep | None = None) -> PendingStep:
+        """Run a step, and sample after each chunk with logits: the drafts that were right, and the token after them.
+
+        If the device can run steps on its own, the step may still run when this returns.
 
         With `behind`, a step that is running and was launched last, a chunk may be one id of
         `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
@@ -164,16 +176,6 @@ class Captured(Recorded):
     @abstractmethod
     def profile(self, step: Step) -> list[tuple[str, int]]:
         """Return each command's label and the cycles spent in it."""
-
-
-def check_multi_step(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
-    if len(chunks) != len(columns) or any(not len(chunk.token_ids) == chunk.num_logits == 1 for chunk in chunks):
-        raise InvalidRequestError(f"a multi-step takes one token with logits for each of {len(columns)} rows")
-
-
-def check_verified(chunks: Sequence[Chunk], columns: SamplingColumns) -> None:
-    if len(chunks) != len(columns):
-        raise InvalidRequestError(f"a step takes a chunk for each of {len(columns)} rows, got {len(chunks)}")
 
 
 class LoadedRecords(NamedTuple):

@@ -22,6 +22,7 @@ from infer.compute.backends.base import (
     PendingStep,
     Precision,
     Recorded,
+    SampledStep,
 )
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
@@ -64,6 +65,7 @@ __all__ = [
     "PendingStep",
     "Precision",
     "Recorded",
+    "SampledStep",
     "add_experts",
     "add_text_inputs",
     "append_keys",

@@ -16,7 +16,7 @@ from infer.compute.kvcache.paged import PagedCache
 from infer.compute.kvcache.snapkv import PromptCompression
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import Mixer
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.operands.step import Chunk, Interrupt, Step
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.engine.runner.token_states import TokenStates
@@ -163,43 +163,28 @@ class Runner:
             self.commit(slot, len(token_ids))
         return logits
 
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        columns: SamplingColumns,
-        history: History | None,
-        masks: Masks | None = None,
-        behind: ops.PendingStep | None = None,
-    ) -> ops.PendingStep:
-        """Begin to run the chunks, and to sample after each chunk that has logits, while its drafts are right.
+    def launch(self, step: ops.SampledStep, behind: ops.PendingStep | None = None) -> ops.PendingStep:
+        """Begin to run a step, and to sample after each chunk that has logits, while its drafts are right.
 
-        Entry i of `columns` belongs to chunk i. The sampled tokens are added to `history`. If the device can run steps
-        on its own, the step may still run when this returns. With `behind`, a step that is running and was launched
-        last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of the chunks then.
+        If the device can run steps on its own, the step may still run when this returns. With `behind`, a step that is
+        running and was launched last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of
+        the step then.
         """
-        if (captured := self._captured_for(chunks, columns)) is not None:
+        if (captured := self._captured_for(step)) is not None:
             if self._states is not None:
-                self._states.expect(chunks)
-            return captured.launch(chunks, self.starts(chunks), columns, history, masks, behind)
-        positions = [self.lengths[chunk.slot] + len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
+                self._states.expect(step.chunks)
+            return captured.launch(step, behind)
         with self._backend.threads(), ops.using(self._backend), torch.inference_mode():
-            logits = self.forward(chunks)[:, : columns.vocab_size]
+            logits = self.forward(step.chunks)[:, : step.columns.vocab_size]
             self._backend.synchronize()
-            return ops.PendingStep(verify(logits, chunks, positions, columns, history, masks))
+            return ops.PendingStep(verify(logits, step))
 
-    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        """Return True if a recording runs these chunks and samples after them."""
-        return self._captured_for(chunks, columns) is not None
+    def takes(self, step: ops.SampledStep) -> bool:
+        """Return True if a recording runs this step and samples after its chunks."""
+        return self._captured_for(step) is not None
 
     def multi_step(
-        self,
-        chunks: Sequence[Chunk],
-        count: int,
-        columns: SamplingColumns,
-        history: History | None,
-        stop_ids: Collection[int],
-        masks: Masks | None = None,
-        interrupt: Interrupt | None = None,
+        self, step: ops.SampledStep, count: int, stop_ids: Collection[int] = (), interrupt: Interrupt | None = None
     ) -> ops.Generated:
         """Run up to `count` steps without a return to Python, from chunks of one token.
 
@@ -207,19 +192,17 @@ class Runner:
         has met a stop id, or when any thread sets `interrupt`. The last token may be the code of a failed row. All
         lists are empty if the steps are not captured.
         """
-        captured = self._captured_for(chunks, columns)
-        if captured is None:
+        if (captured := self._captured_for(step)) is None:
             return ops.Generated([], [], [])
-        starts = self.starts(chunks)
-        generated = captured.run_multi_step(chunks, starts, count, columns, history, tuple(stop_ids), masks, interrupt)
+        generated = captured.run_multi_step(step, count, tuple(stop_ids), interrupt)
         if self._states is not None:
-            self._states.expect(chunks, len(generated.ends))
+            self._states.expect(step.chunks, len(generated.ends))
         return generated
 
-    def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> ops.Captured | None:
-        """Return the recording that runs the chunks and samples after them, or None if there is none."""
+    def _captured_for(self, step: ops.SampledStep) -> ops.Captured | None:
+        """Return the recording that runs the step and samples after its chunks, or None if there is none."""
         captured = self._captured
-        return captured if isinstance(captured, ops.Captured) and captured.takes(chunks, columns) else None
+        return captured if isinstance(captured, ops.Captured) and captured.takes(step) else None
 
     def follow(self, chunks: Sequence[Chunk], count: int) -> None:
         """Run the steps of rank 0's `multi_step`. Rank 0 samples, and sends the tokens."""

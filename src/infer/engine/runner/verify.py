@@ -1,7 +1,6 @@
 """Sampling after a step that runs its ops one by one: the tokens of each chunk, as long as its drafts are right."""
 
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,24 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute import ops
-from infer.compute.operands.step import Chunk, Masks, StepEnd
-from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History, remember
+from infer.compute.operands.step import StepEnd
+from infer.compute.sampling.history import remember
 
 
-def verify(
-    logits: Float[Tensor, "lines vocab"],
-    chunks: Sequence[Chunk],
-    positions: Sequence[int],
-    columns: SamplingColumns,
-    history: History | None,
-    masks: Masks | None = None,
-) -> ops.Generated:
+def verify(logits: Float[Tensor, "lines vocab"], step: ops.SampledStep) -> ops.Generated:
     """Sample line by line, now that the logits are known: `backends.cpu.capture.sampled` in plain torch.
 
     A chunk continues with its next line while the sampled token equals the draft. So its tokens are the accepted drafts
     and the token after them, or the code of a failed row. `masks` are on the host.
     """
+    chunks, begins, columns, history, masks = step
+    positions = [at + len(chunk.token_ids) - chunk.num_drafts for chunk, at in zip(chunks, begins, strict=True)]
     generated = ops.Generated([[] for _ in chunks], [], [[] for _ in chunks])
     starts = np.cumsum([0, *(chunk.num_logits for chunk in chunks)]).tolist()
     alive = [index for index, chunk in enumerate(chunks) if chunk.has_logits]

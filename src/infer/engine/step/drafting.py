@@ -4,19 +4,12 @@ import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import NamedTuple, final
+from typing import final
 
+from infer.compute.operands.step import Chunk
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.speculation.policy import Drafter, DraftPolicy, StepTimes
 from infer.engine.step.sequence import Sequence
-
-
-class Drafted(NamedTuple):
-    """The drafts of one sequence in a step."""
-
-    slot: int
-    num_drafts: int
-    num_accepted: int
 
 
 @final
@@ -116,19 +109,25 @@ class Drafting:
         return seconds
 
     def account(
-        self, drafted: Items[Drafted], num_sequences: int, seconds: float, draft_seconds: float, times: StepTimes | None
+        self,
+        drafted: Items[tuple[Chunk, int]],
+        num_sequences: int,
+        seconds: float,
+        draft_seconds: float,
+        times: StepTimes | None,
     ) -> None:
         """Tell the model how much time its drafts saved in a step, or in all steps of a multi-step.
 
-        `times` is None if the step also had other tokens than drafts. Then its drafts count as if they saved nothing.
+        `drafted` has the chunks with drafts, each with the number of accepted ones. `times` is None if the step also
+        had other tokens than drafts. Then its drafts count as if they saved nothing.
         """
         if self.model is None:
             return
         pace, gained = times.seconds(1) if times is not None and times.is_known(1) else 0.0, -draft_seconds
-        if pace and (num_drafts := sum(each.num_drafts for each in drafted)):
-            own = [each for each in drafted if each.slot in self._by_model]
-            share = sum(each.num_drafts for each in own) / num_drafts
-            gained += sum(each.num_accepted for each in own) * pace / num_sequences - (seconds - pace) * share
+        if pace and (num_drafts := sum(chunk.num_drafts for chunk, _ in drafted)):
+            own = [each for each in drafted if each[0].slot in self._by_model]
+            share = sum(chunk.num_drafts for chunk, _ in own) / num_drafts
+            gained += sum(accepted for _, accepted in own) * pace / num_sequences - (seconds - pace) * share
         self.model.account(gained, seconds, pace)
 
     def trim(self) -> int:

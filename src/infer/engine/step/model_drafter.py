@@ -18,6 +18,7 @@ from operator import eq
 from typing import Any, final
 
 from infer.compute.operands.step import Chunk
+from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.noise import shifted_seed
 from infer.engine.runner.runner import Runner
@@ -217,7 +218,7 @@ class ModelDrafter:
         self._columns.select(list(pending))
         chunks = [Chunk(slot, token_ids) for slot, token_ids in pending.items()]
         self._write_inputs(chunks)
-        first = runner.launch(chunks, self._columns, None).wait().token_ids
+        first = runner.launch(self._step_of(chunks)).wait().token_ids
         for chunk in chunks:
             runner.commit(chunk.slot, len(chunk.token_ids))
         if count > 1 and all(token_ids[0] >= 0 for token_ids in first):
@@ -232,14 +233,14 @@ class ModelDrafter:
     def _further(self, chunks: Sequence[Chunk], count: int) -> list[list[int]]:
         """Guess `count` tokens more after the first guesses, which are the chunks."""
         if self.head_input is None:
-            return self.runner.multi_step(chunks, count, self._columns, None, ()).token_ids
+            return self.runner.multi_step(self._step_of(chunks), count).token_ids
         lengths = [self.runner.lengths[chunk.slot] for chunk in chunks]
         guesses, slots = [[chunk.token_ids[0]] for chunk in chunks], [chunk.slot for chunk in chunks]
         try:
             while len(guesses[0]) <= count and min(own[-1] for own in guesses) >= 0:
                 chunks = [Chunk(slot, own[-1:]) for slot, own in zip(slots, guesses, strict=True)]
                 self.head_input.write_guesses(chunks)
-                sampled = self.runner.launch(chunks, self._columns, None).wait().token_ids
+                sampled = self.runner.launch(self._step_of(chunks)).wait().token_ids
                 for slot, own, (token_id,) in zip(slots, guesses, sampled, strict=True):
                     self.runner.commit(slot, 1)
                     own.append(token_id)
@@ -247,6 +248,9 @@ class ModelDrafter:
             for slot, length in zip(slots, lengths, strict=True):
                 self.runner.cache.truncate(slot, length)
         return [own[1:] for own in guesses]
+
+    def _step_of(self, chunks: Sequence[Chunk]) -> SampledStep:
+        return SampledStep(chunks, self.runner.starts(chunks), self._columns)
 
     def _write_inputs(self, chunks: Sequence[Chunk]) -> None:
         """Set the states that a head reads with the next tokens of its rows."""

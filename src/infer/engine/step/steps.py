@@ -12,10 +12,10 @@ from itertools import compress
 from typing import final
 
 from infer.compute.operands.step import Chunk, Clock, Interrupt, StepEnd, sampled_after
-from infer.compute.ops import Generated, PendingStep
+from infer.compute.ops import Generated, PendingStep, SampledStep
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.policy import StepTimes
-from infer.engine.step.drafting import Drafted, Drafting
+from infer.engine.step.drafting import Drafting
 from infer.engine.step.grammar_masks import Filling, MaskFiller
 from infer.engine.step.scheduler import NO_PLAN, Plan, Scheduler, StepPart, StepShares
 from infer.engine.step.sequence import Sequence
@@ -103,23 +103,25 @@ class Steps:
         plan, works = self._planned(active) if behind is None else self._planned_behind(active)
         if not works:
             return None
-        chunks, history = [chunk for _, chunk in works], params.history
+        chunks = [chunk for _, chunk in works]
         columns = params.select([chunk.slot for chunk in chunks])
-        if behind is not None and not runner.takes(chunks, columns):
+        step = SampledStep(chunks, runner.starts(chunks), columns, params.history)
+        if behind is not None and not runner.takes(step):
             return None
         parts = list[StepPart]()
         if self._shares.is_shared:
             parts = [StepPart(each.tenant, len(chunk.token_ids), each.num_computed) for each, chunk in works]
         has_grammar = any(sequence.grammar is not None for sequence, _ in works)
         filling = self._filler.start(works) if has_grammar else None
-        masks = None if filling is None else filling.masks
+        if filling is not None:
+            step = step._replace(masks=filling.masks)
         if plan.num_steps > 1:
             stop_ids = frozenset[int]().union(*(sequence.stop_ids for sequence, _ in works))
-            generated = runner.multi_step(chunks, plan.num_steps, columns, history, stop_ids, masks, self._interrupt)
+            generated = runner.multi_step(step, plan.num_steps, stop_ids, self._interrupt)
             pending = PendingStep(generated) if generated.ends else None
         is_multi_step = pending is not None
         if pending is None:
-            pending = runner.launch(chunks, columns, history, masks, None if behind is None else behind.pending)
+            pending = runner.launch(step, None if behind is None else behind.pending)
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         spent = 0.0 if self._drafting.model is None else self._drafting.take_seconds()
@@ -207,7 +209,7 @@ class Steps:
         times = self.step_times([sequence for sequence, _ in works])
         if times and not all(each.pieces and len(chunk.token_ids) == chunk.num_logits for each, chunk in works):
             times = None  # the table is of steps whose tokens are all sampled, as drafts are
-        seconds, drafted = clock.ended - clock.started - launched.draft_seconds, list[Drafted]()
+        seconds, drafted = clock.ended - clock.started - launched.draft_seconds, list[tuple[Chunk, int]]()
         self._scheduler.update(launched.plan, num_steps, seconds, times, held_up)
         each_held_up = held_up / max(1, sum([sequence.grammar is not None for sequence, _ in works]))
         for index, (sequence, chunk) in enumerate(works):
@@ -216,8 +218,7 @@ class Steps:
                 sampled = generated.token_ids[index], generated.logprobs[index]
                 num_right = sequence.collect(chunk, *sampled, clock, is_multi_step=launched.is_multi_step)
                 if chunk.num_drafts:
-                    num_accepted = num_right - (len(chunk.token_ids) - chunk.num_drafts)
-                    drafted.append(Drafted(sequence.slot, chunk.num_drafts, num_accepted))
+                    drafted.append((chunk, num_right - len(chunk.token_ids) + chunk.num_drafts))
                 if not launched.is_kept:
                     self._keep(sequence, num_right)
             if parts and sequence.grammar is not None:

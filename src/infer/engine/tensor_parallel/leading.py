@@ -14,8 +14,7 @@ from torch import Tensor
 
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.step import Chunk
-from infer.compute.ops import Captured, PendingStep
-from infer.compute.sampling.columns import SamplingColumns
+from infer.compute.ops import Captured, PendingStep, SampledStep
 from infer.engine.runner.runner import Runner
 from infer.engine.tensor_parallel.ranks import Ranks, digest_of
 from infer.errors import InferError
@@ -68,8 +67,8 @@ def _copied(argument: Any) -> Any:
     return list(argument) if isinstance(argument, Sequence) and not isinstance(argument, bytes) else argument
 
 
-def _chunks(runner: Runner, chunks: Sequence[Chunk], *others: object) -> tuple[Any, ...]:
-    return chunks, runner.starts(chunks)
+def _chunks(runner: Runner, step: SampledStep, *others: object) -> tuple[Any, ...]:
+    return step.chunks, step.starts
 
 
 @final
@@ -114,21 +113,21 @@ class LeadingRunner(Runner):
 
     has_whole_slots = False
 
-    forward = led(Runner.forward, is_step=True, sent=_chunks)
+    forward = led(Runner.forward, is_step=True, sent=lambda runner, chunks: (chunks, runner.starts(chunks)))
     launch = led(Runner.launch, is_step=True, name="forward", sent=_chunks)
     multi_step = led(
         Runner.multi_step,
         is_step=True,
-        only_if=lambda runner, chunks, count, columns, *others: runner.takes(chunks, columns),
-        sent=lambda runner, chunks, count, *others: (chunks, runner.starts(chunks), count),
+        only_if=lambda runner, step, *others: runner.takes(step),
+        sent=lambda runner, step, count, *others: (step.chunks, step.starts, count),
     )
     extend = led(Runner.extend, is_step=True)
     append = led(Runner.append, is_step=True)
     after_prompt = led(Runner.after_prompt, is_step=True, only_if=lambda runner, *_: runner.compresses_prompts)
     choose_rope = led(Runner.choose_rope, only_if=lambda runner, *_: runner.model.rope_border is not None)
 
-    def _captured_for(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> Captured | None:
-        captured = super()._captured_for(chunks, columns)
+    def _captured_for(self, step: SampledStep) -> Captured | None:
+        captured = super()._captured_for(step)
         return captured if captured is not None and captured.is_followed else None
 
     @torch.inference_mode()

@@ -15,16 +15,15 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, check_multi_step, check_verified
+from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, SampledStep
 from infer.compute.backends.cuda.graphs import Graphs, Recording
 from infer.compute.backends.cuda.multi_step import MultiStep
 from infer.compute.backends.cuda.step_inputs import StepInputs
 from infer.compute.backends.cuda.verifier import Verifier
 from infer.compute.backends.gpu_memory import FEW_LINES
 from infer.compute.operands.limits import StepLimits
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
+from infer.compute.operands.step import Interrupt, Step
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
 from infer.errors import InvalidRequestError
 
 _LINES = 8, 64  # of a step with prompts; or the most lines
@@ -100,51 +99,34 @@ class CapturedForward(Captured):
                         self._verifier.record(forward.result, [], columns, None, None)
         return len(self._recordings) - num_before
 
-    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        return self._has_room(chunks)
+    def takes(self, step: SampledStep) -> bool:
+        return self._has_room(step.chunks)
 
     @torch.inference_mode()
     def run_multi_step(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        count: int,
-        columns: SamplingColumns,
-        history: History | None = None,
-        stop_ids: Sequence[int] = (),
-        masks: Masks | None = None,
-        interrupt: Interrupt | None = None,
+        self, step: SampledStep, count: int, stop_ids: Sequence[int] = (), interrupt: Interrupt | None = None
     ) -> Generated:
-        check_multi_step(chunks, columns)
-        size = size_for(len(chunks), len(chunks), self._limits)
+        step.check_multi_step()
+        size = size_for(len(step.chunks), len(step.chunks), self._limits)
         with self._graphs.on_device():
             forward = self._recording(*size)
-            self._inputs.fill(Step.of_chunks(chunks, starts), *size)
-            step = self._inputs.step(*size)
-            return self._multi_step.run(forward, step, count, columns, history, stop_ids, masks, interrupt)
+            self._inputs.fill(Step.of_chunks(step.chunks, step.starts), *size)
+            return self._multi_step.run(forward, self._inputs.step(*size), step, count, stop_ids, interrupt)
 
     @torch.inference_mode()
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None = None,
-        masks: Masks | None = None,
-        behind: PendingStep | None = None,
-    ) -> PendingStep:
-        check_verified(chunks, columns)
-        step = Step.of_chunks(chunks, starts)
-        num_logits = len(step.logit_indices)
-        size = size_for(len(step.tokens), num_logits, self._limits)
+    def launch(self, step: SampledStep, behind: PendingStep | None = None) -> PendingStep:
+        step.check()
+        tokens = Step.of_chunks(step.chunks, step.starts)
+        num_logits = len(tokens.logit_indices)
+        size = size_for(len(tokens.tokens), num_logits, self._limits)
         with self._graphs.on_device():
             forward = self._recording(*size)
-            self._inputs.fill(step, *size)
+            self._inputs.fill(tokens, *size)
             if behind is not None:
                 self._verifier.take_sampled(behind, self._inputs.tokens)
             if not num_logits:
-                return self._verifier.launch_without_logits(forward.replay, len(chunks))
-            return self._verifier.launch(forward, chunks, starts, columns, history, masks)
+                return self._verifier.launch_without_logits(forward.replay, len(step.chunks))
+            return self._verifier.launch(forward, step)
 
     def profile(self, step: Step) -> list[tuple[str, int]]:
         raise InvalidRequestError("a profile counts the cycles of a CPU's commands: on a GPU use Nsight Systems")

@@ -9,7 +9,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from infer.compute.backends.base import Generated
+from infer.compute.backends.base import Generated, SampledStep
 from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
 from infer.compute.backends.cuda.sampling.after_sampling import HEADER, NUM_ROWS, advance_rows
 from infer.compute.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
@@ -45,19 +45,17 @@ class MultiStep:
     def run(
         self,
         forward: Recording,
-        step: Step,
+        tokens: Step,
+        step: SampledStep,
         count: int,
-        columns: SamplingColumns,
-        history: History | None,
         stop_ids: Sequence[int],
-        masks: Masks | None,
         interrupt: Interrupt | None,
     ) -> Generated:
-        """Run up to `count` steps. `step` is the step that `forward` reads, and holds one token per row."""
+        """Run up to `count` steps. `tokens` is the step that `forward` reads, and holds one token per row."""
         if count > self._num_steps or len(stop_ids) > self._num_stop_ids:
             self._make_room(max(count, self._num_steps), max(len(stop_ids), self._num_stop_ids))
-        sampler = self.record(forward.result, step, columns, history, masks)
-        num_rows, num_lines = len(columns), len(forward.result)
+        sampler = self.record(forward.result, tokens, step.columns, step.history, step.masks)
+        num_rows, num_lines = len(step.columns), len(forward.result)
         self._begin(stop_ids, num_rows, count)
 
         def enqueue_sampler(words: Tensor | None) -> None:
@@ -66,8 +64,8 @@ class MultiStep:
             sampler.replay()
 
         steps = DeviceSteps(GROUP, forward.replay, enqueue_sampler, self._mark, self._look, self._ids)
-        token_ids, ends = steps.run(count, num_rows, masks, interrupt)
-        records = self._sampler.logprobs.fetch(columns, len(ends) * num_lines)
+        token_ids, ends = steps.run(count, num_rows, step.masks, interrupt)
+        records = self._sampler.logprobs.fetch(step.columns, len(ends) * num_lines)
         if records is None:
             return Generated(token_ids, ends, [[] for _ in token_ids])
         self._wait()

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from infer.compute.backends.base import Generated, PendingStep
+from infer.compute.backends.base import Generated, PendingStep, SampledStep
 from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
 from infer.compute.backends.cuda.sampling.after_sampling import accept_rows, take_tokens
 from infer.compute.backends.cuda.sampling.kernel_arguments import Lines
@@ -99,16 +99,9 @@ class Verifier:
         take_tokens[grid](tokens, self._words.starts, self._words.token_ids, len(tokens), BLOCK=_TAKEN, num_warps=1)
         return tokens
 
-    def launch(
-        self,
-        forward: Recording,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None,
-        masks: Masks | None,
-    ) -> PendingStep:
+    def launch(self, forward: Recording, step: SampledStep) -> PendingStep:
         """Launch a step. `forward` has a line for each of the chunks' logits, or more."""
+        chunks, starts, columns, history, masks = step
         place, launched_at = self._next_place(), time.perf_counter()
         place.began.record()
         sampler = self.record(forward.result, chunks, columns, history, masks)

@@ -20,19 +20,16 @@ from infer.compute.backends.base import (
     Captured,
     Generated,
     PendingStep,
+    SampledStep,
     Stage,
     Stages,
-    check_multi_step,
-    check_verified,
 )
 from infer.compute.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.compute.backends.cpu.recording import arrays_of, record
 from infer.compute.backends.cpu.state import fields_of
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
-from infer.compute.operands.step import Chunk, Interrupt, Masks, Step
-from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
+from infer.compute.operands.step import Chunk, Interrupt, Step
 from infer.errors import InvalidRequestError
 
 Forward = Callable[[Step], Tensor]
@@ -82,40 +79,23 @@ class CapturedForward(Captured):
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def takes(self, chunks: Sequence[Chunk], columns: SamplingColumns) -> bool:
-        return self._has_room(chunks)
+    def takes(self, step: SampledStep) -> bool:
+        return self._has_room(step.chunks)
 
     def run_multi_step(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        count: int,
-        columns: SamplingColumns,
-        history: History | None = None,
-        stop_ids: Sequence[int] = (),
-        masks: Masks | None = None,
-        interrupt: Interrupt | None = None,
+        self, step: SampledStep, count: int, stop_ids: Sequence[int] = (), interrupt: Interrupt | None = None
     ) -> Generated:
-        check_multi_step(chunks, columns)
-        self._load(chunks, starts)
-        state = self._recording.state
-        generated = self._multi_step.run(state, count, columns, history, stop_ids, masks, interrupt)
+        step.check_multi_step()
+        self._load(step.chunks, step.starts)
+        generated = self._multi_step.run(self._recording.state, step, count, stop_ids, interrupt)
         if self._recording.checks:
             self._recording.check()
         return generated
 
-    def launch(
-        self,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None = None,
-        masks: Masks | None = None,
-        behind: PendingStep | None = None,
-    ) -> PendingStep:
-        check_verified(chunks, columns)
-        self._load(chunks, starts)
-        generated = self._verifier.run(self._recording.state, chunks, starts, columns, history, masks)
+    def launch(self, step: SampledStep, behind: PendingStep | None = None) -> PendingStep:
+        step.check()
+        self._load(step.chunks, step.starts)
+        generated = self._verifier.run(self._recording.state, step)
         if self._recording.checks:
             self._recording.check()
         return PendingStep(generated)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infer.compute.backends.base import Generated
+from infer.compute.backends.base import Generated, SampledStep
 from infer.compute.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.compute.backends.cpu.recording import Recording
 from infer.compute.backends.cpu.sample_records import LOGPROB
@@ -33,9 +33,8 @@ from infer.compute.backends.cpu.sampling.launch import SampleArguments
 from infer.compute.backends.cpu.state import integers
 from infer.compute.backends.cpu.threads.dispatch_table import Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
-from infer.compute.operands.step import Chunk, Interrupt, Masks, StepEnd
+from infer.compute.operands.step import Interrupt, Masks, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
-from infer.compute.sampling.history import History
 from infer.compute.sampling.sampler import Sampled, normalized
 from infer.outputs import TokenLogprob
 
@@ -100,17 +99,11 @@ class MultiStep:
         self._logprobs = Logprobs(self._arguments)
 
     def run(
-        self,
-        state: State,
-        count: int,
-        columns: SamplingColumns,
-        history: History | None,
-        stop_ids: Sequence[int],
-        masks: Masks | None,
-        interrupt: Interrupt | None,
+        self, state: State, step: SampledStep, count: int, stop_ids: Sequence[int], interrupt: Interrupt | None
     ) -> Generated:
+        columns, masks = step.columns, step.masks
         arguments, num_rows, room = self._arguments, len(columns), max(count, _STEPS)
-        arguments.bind(columns, history)
+        arguments.bind(columns, step.history)
         generated, stamps, ended = arguments.arrays(
             generated=room * arguments.room, stamps=2 * room, ended=arguments.room
         )
@@ -185,16 +178,8 @@ class Verifier:
         self._arguments.set(draft_stride=self._max_entries)
         self._logprobs = Logprobs(self._arguments)
 
-    def run(
-        self,
-        state: State,
-        chunks: Sequence[Chunk],
-        starts: Sequence[int],
-        columns: SamplingColumns,
-        history: History | None,
-        masks: Masks | None,
-        num_threads: int | None = None,
-    ) -> Generated:
+    def run(self, state: State, step: SampledStep, num_threads: int | None = None) -> Generated:
+        chunks, starts, columns, history, masks = step
         arguments, most_entries, lines, most = self._arguments, self._max_entries, 0, 0
         arguments.bind(columns, history)
         room, of_entries = arguments.room, arguments.room * most_entries

@@ -13,7 +13,7 @@ from infer.compute.operands.step import Chunk, Masks
 from infer.compute.ops import SampledStep
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
-from infer.engine.runner.verify import verify
+from infer.engine.runner.runner import verify
 from infer.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGES = (
     *("infer.serving.protocols", "infer.serving.server", "infer.serving.batch_file", "infer.serving.distributed"),
-    *("infer.text.toolcalls", "infer.text.grammar", "infer.text.tokenizer", "infer.engine.prepare", "infer.system"),
+    *("infer.text.toolcalls", "infer.text.grammar", "infer.text.tokenizer", "infer.system"),
 )
 # These are only matched at one place of a text.
 MATCHED = {

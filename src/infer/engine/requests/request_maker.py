@@ -15,9 +15,9 @@ from typing import Any, final
 
 from infer.compute.operands.limits import RECENT_PAGES
 from infer.compute.sampling.keywords import Params, params_of, refuse_sampling, split_keywords
-from infer.engine.prepare.preparing_child import format_to_json
 from infer.engine.requests.answer import Check
 from infer.engine.requests.ask import Ask
+from infer.engine.requests.preparing_child import format_to_json
 from infer.engine.requests.prompt_encoding import (
     Conversation,
     Message,

@@ -287,7 +287,7 @@ def trial_lane(backend: str) -> Lane:
 
     Their program, in a package above this one, also prepares tools.
     """
-    program = Path(infer.__file__).parent / "engine/prepare/preparing_child.py"
+    program = Path(infer.__file__).parent / "engine/requests/preparing_child.py"
     return Lane(program, backend, str(MEMORY_BYTES), str(READ_SECONDS), str(ANSWER_SECONDS))
 
 

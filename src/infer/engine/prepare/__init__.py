@@ -1,1 +1,0 @@
-"""Processes that prepare requests whose work may be too large for the server's own process. They return text."""

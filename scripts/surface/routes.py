@@ -173,5 +173,5 @@ def _some_host() -> Any:
         model=SimpleNamespace(backend=SimpleNamespace(num_threads=lambda: 1)),
         engine_if_any=SimpleNamespace(prefixes=None),
         settings=SimpleNamespace(cache=cache),
-        runner=SimpleNamespace(pool_pages=(1,)),
+        runner=SimpleNamespace(cache=SimpleNamespace(pool_pages=(1,))),
     )

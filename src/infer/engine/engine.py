@@ -11,8 +11,8 @@ sequence does not depend on whether a step with it is running.
 """
 
 import time
+from collections import abc
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
 from functools import partial
 from typing import TypeVar, final
 
@@ -85,7 +85,7 @@ class Engine:
         self._faults = Faults()
 
     @property
-    def sequences(self) -> Items[Sequence]:
+    def sequences(self) -> abc.Sequence[Sequence]:
         """The sequences that are being answered. For any thread."""
         return tuple(self._sequences)
 

@@ -6,8 +6,8 @@ made on any thread.
 
 import json
 import warnings
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
@@ -216,7 +216,7 @@ class RequestMaker:
 
     def _read(
         self, ask: Ask, params: SamplingParams, conversation: Conversation | None
-    ) -> tuple[list[int], int, Items[Message]]:
+    ) -> tuple[list[int], int, abc.Sequence[Message]]:
         """Return what `fitted` returns for the rendered and tokenised prompt."""
         overflow = ask.options.overflow
         most = self.limits.max_seq_len if overflow == "error" else None

@@ -9,7 +9,8 @@ changes the cache, and a call has ended as soon as its `finally` begins. So the 
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -26,8 +27,7 @@ from infer.engine.session.session_file import read_session, write_session
 from infer.engine.session.transcript import Transcript, copied, keep_spelling, typed
 from infer.engine.step.request import check_prompt
 from infer.engine.step.request_options import CALLBACK, RequestKeywords, RequestOptions
-from infer.engine.step.sequence import Sequence as Answering
-from infer.engine.step.sequence import common_length
+from infer.engine.step.sequence import Sequence, common_length
 from infer.errors import InvalidRequestError, closed
 from infer.outputs import GenerationResult
 from infer.text.toolcalls.tools import ToolLike, read_tools
@@ -202,7 +202,7 @@ class Session:
 
     def answer(
         self,
-        messages: Sequence[Message],
+        messages: abc.Sequence[Message],
         params: Params | None = None,
         *,
         on_token: OnToken | None = None,
@@ -247,7 +247,7 @@ class Session:
         return _run(self._begin(lambda transcript: None, ask, on_prefill), on_token)
 
     @_exclusively
-    def append(self, prompt: str | Sequence[int]) -> None:
+    def append(self, prompt: str | abc.Sequence[int]) -> None:
         """Add tokens to the conversation and compute them, so that `generate` continues after them.
 
         Args:
@@ -423,7 +423,7 @@ class Session:
         self._last = stream.answer
         return stream
 
-    def _take_over(self, sequence: Answering, before: Transcript, *, has_messages: bool) -> None:
+    def _take_over(self, sequence: Sequence, before: Transcript, *, has_messages: bool) -> None:
         """Add a finished answer to the conversation: to its messages, or only to its ids."""
         result = sequence.result()
         if result.error:
@@ -436,7 +436,7 @@ class Session:
 
 
 def begin_session(
-    host: Host, system: str | None, tools: Sequence[ToolLike] | None, variables: Mapping[str, Any]
+    host: Host, system: str | None, tools: abc.Sequence[ToolLike] | None, variables: Mapping[str, Any]
 ) -> Session:
     """Return a new session. `variables` are those of the chat template. Raises InvalidRequestError."""
     host.requests.check_generates()

@@ -1,8 +1,8 @@
 """The parts of a sequence that follow its tokens: its text, its grammar and its times."""
 
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from contextlib import suppress
 from functools import partial
 from typing import final
@@ -113,7 +113,7 @@ class SequenceGrammar:
         self.complete_at: int | None = None  # number of tokens after which the grammar was first complete
         self.error: str | None = None  # why the last masks must not be used
 
-    def replay(self, token_ids: Items[int]) -> None:
+    def replay(self, token_ids: abc.Sequence[int]) -> None:
         """Go back to these tokens, which are the first ones that the grammar has seen."""
         self.constraint = self._make()
         self.constraint.accept(token_ids)
@@ -136,7 +136,7 @@ class SequenceGrammar:
             self.complete_at = num_tokens
         return is_complete
 
-    def allowed(self, drafts: Items[int]) -> Items[int]:
+    def allowed(self, drafts: abc.Sequence[int]) -> abc.Sequence[int]:
         """Return the drafts up to the first one that the grammar forbids, because a step need not run the others."""
         count = 0
         with suppress(ConstraintError):  # it is raised again when the masks are filled
@@ -148,7 +148,7 @@ class SequenceGrammar:
             return []
         return drafts[:count]
 
-    def fill(self, masks: Items[Mask], drafts: Items[int]) -> int:
+    def fill(self, masks: abc.Sequence[Mask], drafts: abc.Sequence[int]) -> int:
         """Fill a mask for the next token, and one after each allowed draft. Return the number of masks."""
         num_filled, num_accepted, self.error = 0, 0, None
         try:

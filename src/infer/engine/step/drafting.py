@@ -1,8 +1,8 @@
 """The drafts of an engine's sequences: which drafter proposes, how many tokens, and the time that is saved or lost."""
 
 import time
+from collections import abc
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
 from functools import partial
 from typing import final
 
@@ -110,7 +110,7 @@ class Drafting:
 
     def account(
         self,
-        drafted: Items[tuple[Chunk, int]],
+        drafted: abc.Sequence[tuple[Chunk, int]],
         num_sequences: int,
         seconds: float,
         draft_seconds: float,
@@ -145,10 +145,10 @@ class Drafting:
             self.release(slot)
 
 
-def _proposed(drafter: Drafter, counts: Mapping[Sequence, int]) -> dict[Sequence, Items[int]]:
+def _proposed(drafter: Drafter, counts: Mapping[Sequence, int]) -> dict[Sequence, abc.Sequence[int]]:
     """Return the drafts of all sequences, made in one batch. If that raises, draft for each sequence separately."""
-    drafts = dict[int, Items[int]]()
-    nothing: Mapping[int, Items[int]] = {}
+    drafts = dict[int, abc.Sequence[int]]()
+    nothing: Mapping[int, abc.Sequence[int]] = {}
     try:
         drafts |= drafter.propose({sequence.slot: count for sequence, count in counts.items()})
     except Exception:

@@ -5,8 +5,8 @@ They are filled before the step, by a thread during the step, or between the ste
 
 import math
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, final
@@ -21,7 +21,7 @@ from infer.engine.step.sequence import Sequence
 from infer.errors import ConstraintError
 from infer.text.grammar.constraint import Mask
 
-Works = Items[tuple[Sequence, Chunk]]  # the part of a step that belongs to each sequence
+Works = abc.Sequence[tuple[Sequence, Chunk]]  # the part of a step that belongs to each sequence
 HAND_OVER_SECONDS = 300e-6  # extra time of a mask that another thread fills
 
 
@@ -83,8 +83,8 @@ class _Job(NamedTuple):
 
     row: int
     sequence: Sequence
-    masks: Items[Mask]
-    drafts: Items[int]
+    masks: abc.Sequence[Mask]
+    drafts: abc.Sequence[int]
 
     def advance(self, token_id: int, is_last: bool) -> bool:
         """Move past a token. Return False if the row ends."""
@@ -131,7 +131,7 @@ class Filling:
         is_same = self._has_one_each and self._sequences == [sequence for sequence, _ in works]
         return is_same and is_done and all(chunk.num_logits == 1 for _, chunk in works)
 
-    def held_up(self, ends: Items[StepEnd]) -> float:
+    def held_up(self, ends: abc.Sequence[StepEnd]) -> float:
         """Return the seconds for which steps waited for masks, or for grammars between them."""
         late = (max(0.0, filled - end.forward) for filled, end in zip(self._filled_at, ends, strict=False))
         return sum(late) + self._seconds_between

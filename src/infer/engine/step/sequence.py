@@ -5,8 +5,8 @@ continues as if nothing had happened.
 """
 
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat, takewhile
@@ -45,7 +45,7 @@ class Lease:
         self.slot = None
 
 
-def common_length(left: Items[int], right: Items[int]) -> int:
+def common_length(left: abc.Sequence[int], right: abc.Sequence[int]) -> int:
     """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(bool, map(eq, left, right)))
 
@@ -66,7 +66,9 @@ class Sequence:
         self.num_computed, self.slot = 0, NO_SLOT
         self.pieces: list[Piece] = []
         self.launched: tuple[Chunk, ...] = ()  # its shares of the steps that run, of which one may wait for another
-        self.awaited: Items[int] = ()  # ids that stand for the next token, while a step is planned behind its own
+        self.awaited: abc.Sequence[
+            int
+        ] = ()  # ids that stand for the next token, while a step is planned behind its own
         self.is_paused = False  # True while its reader is too far behind
         self.is_streamed = True  # True if its tokens are read while they are generated
         self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted
@@ -86,7 +88,7 @@ class Sequence:
         self.error: str | None = None
         self._is_cancelled = False
         self._tail: Parsed | None = None  # the held text of an answer that was cut
-        self._drafts: Items[int] = ()  # drafts for the next step
+        self._drafts: abc.Sequence[int] = ()  # drafts for the next step
         self._text = TextOutput(request)
         self.stop_ids = self._text.stop_ids
         self.grammar = None if request.make_constraint is None else SequenceGrammar(request.make_constraint)
@@ -227,7 +229,7 @@ class Sequence:
                 self._text.finish(reason, detail)
         self.abort()
 
-    def resume(self, token_ids: Items[int], logprobs: Items[TokenLogprob]) -> None:
+    def resume(self, token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprob]) -> None:
         """Take these tokens as sampled, before the sequence is submitted. They begin with the tokens of its prefix.
 
         `logprobs` are the log-probabilities of the first tokens, as far as they are known.
@@ -236,7 +238,7 @@ class Sequence:
         for token_id, logprob in zip(token_ids[len(self.pieces) :], known, strict=False):
             self.accept(token_id, logprob)
 
-    def _begin_with(self, token_ids: Items[int]) -> None:
+    def _begin_with(self, token_ids: abc.Sequence[int]) -> None:
         """Accept the given first tokens of the answer.
 
         Raises InvalidRequestError if the answer ends with one of them, or if the grammar does not allow it.
@@ -279,7 +281,7 @@ class Sequence:
                 self.accept(token_id, origin="forced")
         return self.token_ids[num_before:]
 
-    def take_drafts(self, drafts: Items[int]) -> None:
+    def take_drafts(self, drafts: abc.Sequence[int]) -> None:
         """Set the drafts for the next step, up to the first one that the grammar forbids."""
         self._drafts = drafts if self.grammar is None or not drafts else self.grammar.allowed(drafts)
 
@@ -307,19 +309,19 @@ class Sequence:
             return Chunk(self.slot, taken, has_logits=False)
         return Chunk(self.slot, [*taken, *self._drafts[:num_drafts]] if num_drafts else taken, num_drafts)
 
-    def fill(self, masks: Items[Mask], drafts: Items[int]) -> None:
+    def fill(self, masks: abc.Sequence[Mask], drafts: abc.Sequence[int]) -> None:
         """Fill a mask for the next token, and one after each draft that the grammar allows. For any thread."""
         assert self.grammar is not None
         self.stats.masks_filled += self.grammar.fill(masks, drafts)
 
-    def computed(self, count: int, awaited: Items[int] = ()) -> None:
+    def computed(self, count: int, awaited: tuple[int, ...] = ()) -> None:
         """Record that the cache keeps the next `count` tokens. `awaited` stands for the token that follows them."""
         self.num_computed, self.awaited = self.num_computed + count, awaited
 
     # After a step
 
     def collect(
-        self, chunk: Chunk, token_ids: Items[int], logprobs: Items[TokenLogprob], clock: Clock, *, is_multi_step: bool
+        self, chunk: Chunk, token_ids: list[int], logprobs: list[TokenLogprob], clock: Clock, *, is_multi_step: bool
     ) -> int:
         """End the first of its running steps: accept sampled tokens until it is finished.
 
@@ -343,7 +345,7 @@ class Sequence:
             self.stats.prefill_steps += num_right > 0
         return num_right
 
-    def _accept_all(self, token_ids: Items[int], logprobs: Items[TokenLogprob], num_drafts: int) -> int:
+    def _accept_all(self, token_ids: list[int], logprobs: list[TokenLogprob], num_drafts: int) -> int:
         """Accept sampled tokens, the first `num_drafts` of which were drafted, and return their number."""
         num_before = len(self.pieces)
         try:

@@ -2,8 +2,8 @@
 
 import time
 import weakref
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from functools import lru_cache, partial
 from itertools import count
 from operator import neg, sub
@@ -39,13 +39,13 @@ class SlotParams:
             self.history = runner.make_history(request.vocab_size)
         self.renew(sequence)
 
-    def select(self, slots: Items[int]) -> SamplingColumns:
+    def select(self, slots: abc.Sequence[int]) -> SamplingColumns:
         """Return the columns for a step of the sequences in these slots."""
         assert self._columns is not None
         self._columns.select(slots)
         return self._columns
 
-    def extend(self, sequence: Sequence, token_ids: Items[int]) -> None:
+    def extend(self, sequence: Sequence, token_ids: abc.Sequence[int]) -> None:
         """Append tokens that a sequence accepted without sampling."""
         if token_ids and self.history is not None and uses_history(sequence.params):
             self.history.extend(sequence.slot, token_ids)
@@ -56,7 +56,7 @@ class SlotParams:
             self.history.begin(sequence.slot, sequence.token_ids, sequence.num_prompt_tokens)
 
 
-def keep_common(cache: PagedCache, lease: Lease, token_ids: Items[int], slot: int) -> int:
+def keep_common(cache: PagedCache, lease: Lease, token_ids: abc.Sequence[int], slot: int) -> int:
     """Keep the prefix that a lease's slot shares with these ids, and return its length.
 
     The length is 0 if the cache has evicted tokens that the next token must attend to.
@@ -125,7 +125,7 @@ class Slots:
             else:
                 blocked.append(sequence)
 
-    def _is_being_read(self, sequence: Sequence, running: Items[Sequence]) -> bool:
+    def _is_being_read(self, sequence: Sequence, running: abc.Sequence[Sequence]) -> bool:
         """Return True if a running sequence is about to compute the next tokens with which this prompt begins."""
         if sequence.lease is not None or not self.runner.shares_prefixes:
             return False
@@ -168,7 +168,7 @@ class Slots:
         self.params.write(sequence)
         return True
 
-    def _givers(self, sequence: Sequence, running: Items[Sequence], max_running: int) -> list[Sequence] | None:
+    def _givers(self, sequence: Sequence, running: abc.Sequence[Sequence], max_running: int) -> list[Sequence] | None:
         """Return the sequences to preempt so that a sequence may enter, usually none. Return None if it must wait."""
         givers, size = list[Sequence](), partial(self.size, max_running=max_running)
         while len(running) >= max_running or not self._has_pages_for(sequence, givers):
@@ -185,7 +185,7 @@ class Slots:
         shares = (pages / most for pages, most in zip(needed, self._cache.pool_pages, strict=True) if most)
         return max(1 / max_running, *shares)
 
-    def _has_pages_for(self, sequence: Sequence, givers: Items[Sequence]) -> bool:
+    def _has_pages_for(self, sequence: Sequence, givers: abc.Sequence[Sequence]) -> bool:
         """Return True if there are enough pages for a sequence and all running ones, after the givers have lost theirs.
 
         The only sequence may always try.
@@ -194,7 +194,7 @@ class Slots:
             return False
         if len(self._sequence_by_slot) <= len(givers):
             return True
-        pages_of, growths = self._pages_of, list[Items[int]]()
+        pages_of, growths = self._pages_of, list[abc.Sequence[int]]()
         for slot, length in enumerate(self._cache.lengths):
             other = self._sequence_by_slot.get(slot)
             if other is not None and other not in givers:

@@ -4,8 +4,8 @@ At the end of a step each sequence accepts its tokens, the cache keeps the right
 """
 
 import time
+from collections import abc
 from collections.abc import Collection
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -154,7 +154,7 @@ class Steps:
             return NO_PLAN, []
         return plan, works
 
-    def step_times(self, active: Items[Sequence]) -> StepTimes | None:
+    def step_times(self, active: abc.Sequence[Sequence]) -> StepTimes | None:
         """Return the step times with which drafts of these sequences must pay off, or None if no sequence drafts."""
         if not self._drafting.drafted(active):
             return None
@@ -162,7 +162,7 @@ class Steps:
         num_greedy = sum(sequence.params.temperature == 0 for sequence in active)
         return self._scheduler.costs.by_kind[len(active), num_constrained, num_greedy]
 
-    def _plan(self, active: Items[Sequence]) -> tuple[Plan, list[Work]]:
+    def _plan(self, active: abc.Sequence[Sequence]) -> tuple[Plan, list[Work]]:
         if not active:
             return NO_PLAN, []
         times, room = self.step_times(active), rope_room(self._runner, active)
@@ -193,7 +193,7 @@ class Steps:
             if _counts((sequence, chunk)):
                 self._keep(sequence, len(chunk.token_ids), (sampled_after(index),) if chunk.has_logits else ())
 
-    def _keep(self, sequence: Sequence, count: int, awaited: Items[int] = ()) -> None:
+    def _keep(self, sequence: Sequence, count: int, awaited: tuple[int, ...] = ()) -> None:
         """Let the cache keep the next `count` tokens of a sequence, and make them available to others."""
         self._runner.commit(sequence.slot, count)
         sequence.computed(count, awaited)
@@ -234,7 +234,7 @@ class Steps:
             for sequence, _ in compress(works, counted):
                 _end_prompt(self._slots, sequence)
 
-    def _clock_of(self, launched: LaunchedStep, ends: Items[StepEnd]) -> Clock:
+    def _clock_of(self, launched: LaunchedStep, ends: abc.Sequence[StepEnd]) -> Clock:
         """Return the times of a step. A step behind another one begins when the other one ends.
 
         If another step was planned while this one ran, the device reports the time at which this one ended.
@@ -252,7 +252,7 @@ def _counts(work: Work) -> bool:
     return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
 
 
-def _wait(launched: LaunchedStep) -> tuple[Generated, float, Items[int]]:
+def _wait(launched: LaunchedStep) -> tuple[Generated, float, abc.Sequence[int]]:
     """Wait for a step. Return its tokens, the seconds for which it waited for grammars, and the rows that were cut.
 
     A row of a multi-step is cut if its grammar ended, forced a token, or failed before the last step.
@@ -285,7 +285,7 @@ def _end_prompt(slots: Slots, sequence: Sequence) -> None:
     sequence.timer.waited(time.perf_counter() - started)
 
 
-def rope_room(runner: Runner, active: Items[Sequence]) -> int:
+def rope_room(runner: Runner, active: abc.Sequence[Sequence]) -> int:
     """Return the number of tokens that may follow each sequence with the same rope factors.
 
     The slot of a sequence that now needs other factors is emptied.

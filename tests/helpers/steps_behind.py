@@ -57,9 +57,6 @@ class RunsOnItsOwn(Captured):
         ids = [max(0, before.token_ids[-2 - each][0]) if each < -1 else each for each in chunk.token_ids]
         return chunk._replace(token_ids=ids)
 
-    def takes(self, step: SampledStep) -> bool:
-        return self._recording.takes(step)
-
     def run(self, step: Step) -> Any:
         return self._recording.run(step)
 

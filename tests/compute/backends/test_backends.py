@@ -166,7 +166,7 @@ def test_a_step_reads_as_much_of_a_prompt_as_the_device_and_the_request_allow(
     limits: StepLimits, chunk: int | None, expected: int
 ) -> None:
     scheduler = Scheduler(limits)
-    plan = plan_of(scheduler, [Demand(20_000)], scheduler.step_tokens([None, chunk]))
+    plan = plan_of(scheduler, [Demand(20_000)], chunk or limits.tokens)
     assert (plan.num_tokens, scheduler.max_drafts(32)) == ([expected], limits.logits // 32 - 1)
 
 

@@ -138,9 +138,10 @@ class Captured(Recorded):
         """
         return 0
 
-    @abstractmethod
     def takes(self, step: SampledStep) -> bool:
-        """Return True if the chunks fit one replay and can be sampled there with these parameters."""
+        """Return True if the chunks fit one replay."""
+        num_tokens = sum([len(chunk.token_ids) for chunk in step.chunks])
+        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in step.chunks]) <= self.max_logits
 
     @abstractmethod
     def run_multi_step(
@@ -162,10 +163,6 @@ class Captured(Recorded):
         With `behind`, a step that is running and was launched last, a chunk may be one id of
         `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
         """
-
-    def _has_room(self, chunks: Sequence[Chunk]) -> bool:
-        num_tokens = sum([len(chunk.token_ids) for chunk in chunks])
-        return num_tokens <= self.capacity and sum([chunk.num_logits for chunk in chunks]) <= self.max_logits
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:
         """Run the steps that rank 0 of a group runs as a multi-step, and return their number. Rank 0 sends the sampled

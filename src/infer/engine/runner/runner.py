@@ -169,10 +169,10 @@ class Runner:
         """Begin to run a step, and to sample after each chunk that has logits, while its drafts are right.
 
         If the device can run steps on its own, the step may still run when this returns. With `behind`, a step that is
-        running and was launched last, a chunk may be one id of `operands.step.sampled_after`. `takes` must be True of
-        the step then.
+        running and was launched last, a chunk may be one id of `operands.step.sampled_after`. `captured_for` must
+        return a recording then.
         """
-        if (captured := self._captured_for(step)) is not None:
+        if (captured := self.captured_for(step)) is not None:
             if self._states is not None:
                 self._states.expect(step.chunks)
             return captured.launch(step, behind)
@@ -180,10 +180,6 @@ class Runner:
             logits = self.forward(step.chunks)[:, : step.columns.vocab_size]
             self._backend.synchronize()
             return ops.PendingStep(verify(logits, step))
-
-    def takes(self, step: ops.SampledStep) -> bool:
-        """Return True if a recording runs this step and samples after its chunks."""
-        return self._captured_for(step) is not None
 
     def multi_step(
         self, step: ops.SampledStep, count: int, stop_ids: Collection[int] = (), interrupt: Interrupt | None = None
@@ -194,14 +190,14 @@ class Runner:
         has met a stop id, or when any thread sets `interrupt`. The last token may be the code of a failed row. All
         lists are empty if the steps are not captured.
         """
-        if (captured := self._captured_for(step)) is None:
+        if (captured := self.captured_for(step)) is None:
             return ops.Generated([], [], [])
         generated = captured.run_multi_step(step, count, tuple(stop_ids), interrupt)
         if self._states is not None:
             self._states.expect(step.chunks, len(generated.ends))
         return generated
 
-    def _captured_for(self, step: ops.SampledStep) -> ops.Captured | None:
+    def captured_for(self, step: ops.SampledStep) -> ops.Captured | None:
         """Return the recording that runs the step and samples after its chunks, or None if there is none."""
         captured = self._captured
         return captured if isinstance(captured, ops.Captured) and captured.takes(step) else None

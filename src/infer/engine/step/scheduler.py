@@ -97,10 +97,6 @@ class Scheduler:
         """Return the largest number of drafts per sequence."""
         return self._limits.logits // num_sequences - 1
 
-    def step_tokens(self, chunks: Iterable[int | None]) -> int:
-        """Return the number of tokens that a step may have. `chunks` are the limits of its sequences, None for none."""
-        return min([self._limits.tokens, *[chunk for chunk in chunks if chunk is not None]])
-
     def limit_prompts(self, seconds: float) -> None:
         """Set the seconds that a step with prompts may take if no answer is streamed."""
         self._prompt_seconds = seconds

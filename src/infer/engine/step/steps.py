@@ -106,7 +106,7 @@ class Steps:
         chunks = [chunk for _, chunk in works]
         columns = params.select([chunk.slot for chunk in chunks])
         step = SampledStep(chunks, runner.starts(chunks), columns, params.history)
-        if behind is not None and not runner.takes(step):
+        if behind is not None and runner.captured_for(step) is None:
             return None
         parts = list[StepPart]()
         if self._shares.is_shared:
@@ -169,11 +169,12 @@ class Steps:
         if times is not None:
             self._drafting.propose(active, min(room, self._scheduler.max_drafts(len(active))), times)
         max_steps = min([1 + room, *[sequence.max_steps for sequence in active]])
+        limit = self._runner.model.step_limits.tokens
         if (most_steps := self._shares.most_steps) is not None:
             max_steps = min(max_steps, most_steps)
         plan = self._scheduler.plan(
             active,
-            self._scheduler.step_tokens([sequence.request.options.prefill_chunk for sequence in active]),
+            min([limit, *[sequence.request.options.prefill_chunk or limit for sequence in active]]),
             max_steps,
             steps_to_draft=[] if times is None else self._drafting.steps_to_draft(active, times),
             others_wait=self._slots.queue.has_waiting or bool(self._resting),

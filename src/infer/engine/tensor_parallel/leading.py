@@ -118,7 +118,7 @@ class LeadingRunner(Runner):
     multi_step = led(
         Runner.multi_step,
         is_step=True,
-        only_if=lambda runner, step, *others: runner.takes(step),
+        only_if=lambda runner, step, *others: runner.captured_for(step) is not None,
         sent=lambda runner, step, count, *others: (step.chunks, step.starts, count),
     )
     extend = led(Runner.extend, is_step=True)
@@ -126,8 +126,8 @@ class LeadingRunner(Runner):
     after_prompt = led(Runner.after_prompt, is_step=True, only_if=lambda runner, *_: runner.compresses_prompts)
     choose_rope = led(Runner.choose_rope, only_if=lambda runner, *_: runner.model.rope_border is not None)
 
-    def _captured_for(self, step: SampledStep) -> Captured | None:
-        captured = super()._captured_for(step)
+    def captured_for(self, step: SampledStep) -> Captured | None:
+        captured = super().captured_for(step)
         return captured if captured is not None and captured.is_followed else None
 
     @torch.inference_mode()

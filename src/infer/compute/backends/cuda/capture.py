@@ -99,9 +99,6 @@ class CapturedForward(Captured):
                         self._verifier.record(forward.result, [], columns, None, None)
         return len(self._recordings) - num_before
 
-    def takes(self, step: SampledStep) -> bool:
-        return self._has_room(step.chunks)
-
     @torch.inference_mode()
     def run_multi_step(
         self, step: SampledStep, count: int, stop_ids: Sequence[int] = (), interrupt: Interrupt | None = None

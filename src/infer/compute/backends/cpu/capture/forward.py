@@ -79,9 +79,6 @@ class CapturedForward(Captured):
                 pieces[-1] = pieces[-1].clone()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def takes(self, step: SampledStep) -> bool:
-        return self._has_room(step.chunks)
-
     def run_multi_step(
         self, step: SampledStep, count: int, stop_ids: Sequence[int] = (), interrupt: Interrupt | None = None
     ) -> Generated:

@@ -152,8 +152,7 @@ def generated(
         ahead = min(steps, count - len(found[0]))
         for slot in range(len(prompts)):
             runner.cache.reserve(slot, ahead)
-        chunks = [Chunk(slot, [token_id]) for slot, token_id in enumerate(last)]
-        step = SampledStep(chunks, runner.starts(chunks), columns, history)
+        step = SampledStep([Chunk(slot, [each]) for slot, each in enumerate(last)], runner.lengths, columns, history)
         sampled = runner.multi_step(step, ahead) if steps > 1 else runner.launch(step).wait()
         for slot, token_ids in enumerate(sampled.token_ids):
             found[slot] += token_ids
@@ -278,11 +277,10 @@ def time_model(
             at_context(runner, slot, after)
             runner.extend(slot, prompts[slot])
             runner.cache.reserve(slot, WARM_UP + tokens)
-        step = SampledStep(chunks, runner.starts(chunks), columns)
+        step = SampledStep(chunks, runner.lengths, columns)
         runner.multi_step(step, WARM_UP)  # captures the sampler of these columns
         for slot in range(rows):
             runner.commit(slot, WARM_UP)
-        step = step._replace(starts=runner.starts(chunks))
         model.backend.synchronize()
         started = time.perf_counter()
         runner.multi_step(step, tokens)

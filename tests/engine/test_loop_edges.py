@@ -103,8 +103,7 @@ def test_a_batch_wider_than_a_step_has_lines_gives_each_its_own(world: World) ->
 def test_a_row_that_is_full_is_refused_before_anything_is_written(world: World) -> None:
     runner = Runner(world.model, 8)
     runner.cache.reserve(0, 8)
-    columns = SamplingColumns.of([LONG], path_cases.VOCAB_SIZE)
-    runner.launch(SampledStep([Chunk(0, prompt_of(8))], [0], columns))
+    runner.launch(SampledStep([Chunk(0, prompt_of(8))], [0], SamplingColumns.of([LONG], path_cases.VOCAB_SIZE)))
     runner.commit(0, 8)
     check_refused(lambda: runner.cache.reserve(0, 1), "a row has room for 8 tokens, got 9")
     assert runner.lengths[0] == 8

@@ -58,9 +58,11 @@ def one_by_one(rows: Rows, drafts: list[list[int]], history: History) -> list[li
     counts = [min(len(mine) + 1, most) for mine, most in zip(drafts, NUM_LINES, strict=True)]
     lines = first_lines(counts)
     masks = None if rows.masks is None else filled(rows.masks[lines])
-    starts = [position - 2 for position in rows.positions]
-    step = SampledStep(chunks_of(drafts), starts, rows.columns, history, masks)
-    return verify(rows.logits[lines], step).token_ids
+    return verify(rows.logits[lines], step_of(rows, drafts, history, masks)).token_ids
+
+
+def step_of(rows: Rows, drafts: list[list[int]], history: History, masks: Masks | None) -> SampledStep:
+    return SampledStep(chunks_of(drafts), [position - 2 for position in rows.positions], rows.columns, history, masks)
 
 
 def chunks_of(drafts: list[list[int]]) -> list[Chunk]:
@@ -90,15 +92,13 @@ def test_all_lines_at_once_give_what_they_give_one_by_one_and_the_history_sees_i
         for row, entry in ((0, 1), (5, 0))[: 1 + seed % 4]:
             drafts[row][entry] = (drafts[row][entry] + 1) % VOCAB_SIZE
         ours, theirs = deepcopy(rows.history), deepcopy(rows.history)
-        starts = [position - 2 for position in rows.positions]
         masks = None
         if rows.masks is not None:
             masks = filled(rows.masks)
         padded = torch.full((MAX_LINES, VOCAB_SIZE + 3), torch.nan)
         padded[: len(rows.logits), :VOCAB_SIZE] = rows.logits
         forward = Recording(lambda: None, padded)
-        step = SampledStep(chunks_of(drafts), starts, rows.columns, ours, masks)
-        found = verifier.launch(forward, step).wait().token_ids
+        found = verifier.launch(forward, step_of(rows, drafts, ours, masks)).wait().token_ids
         assert found == one_by_one(rows, drafts, theirs)
         for name in ("lengths", "last", "counts", "tokens"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name

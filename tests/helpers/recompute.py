@@ -23,32 +23,24 @@ from infer.text.tokenizer import Tokenizer
 class IdsOnly(PagedCache):
     """The ids of one row, without keys and values."""
 
-    pool_pages, groups = [], []
+    settings, pool_pages, groups = CacheSettings(), [], []
 
     def __init__(self) -> None:
-        self.token_ids, self.provisional = list[int](), list[int]()
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return [len(self.token_ids)]
+        self.token_ids, self.provisional, self.lengths, self._keys = list[int](), list[int](), [0], [[]]
 
     def reset(self) -> None:
-        self.token_ids = []
+        self.truncate(0, 0)
 
     def try_reserve(self, row: int, num_tokens: int) -> str:
         return ""
 
     def commit(self, row: int, count: int) -> None:
         self.token_ids += self.provisional[:count]
+        self.lengths[0] = len(self.token_ids)
 
     def truncate(self, row: int, length: int) -> None:
         del self.token_ids[length:]
-
-    def forget(self, row: int) -> None:
-        self.truncate(row, 0)
-
-    def give_back_free(self) -> int:
-        return 0
+        self.lengths[0] = len(self.token_ids)
 
 
 class CachelessRunner(Runner):
@@ -58,15 +50,12 @@ class CachelessRunner(Runner):
 
     def __init__(self, model: Transformer) -> None:
         self.model, self._backend, self._captured, self._states = model, model.backend, None, None
-        self.cache: IdsOnly = IdsOnly()
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self.cache.lengths
+        self.cache = self._ids = IdsOnly()
+        self.lengths = self.cache.lengths
 
     def forward(self, chunks: Sequence[Chunk]) -> Float[Tensor, "logits vocab"]:
         (chunk,) = chunks
-        self.cache.provisional = list(chunk.token_ids)
+        self._ids.provisional = list(chunk.token_ids)
         return self.logits_of(chunk)
 
     def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
@@ -84,7 +73,7 @@ class RecomputeRunner(CachelessRunner):
         self._settings = settings
 
     def logits_of(self, chunk: Chunk) -> Float[Tensor, "logits vocab"]:
-        token_ids = [*self.cache.token_ids, *chunk.token_ids]
+        token_ids = [*self._ids.token_ids, *chunk.token_ids]
         cache = make_cache(self.model, len(token_ids), step_tokens=len(token_ids), settings=self._settings)
         cache.set_rope(0, is_long=self.model.is_long(len(token_ids)))
         cache.reserve(0, len(token_ids))

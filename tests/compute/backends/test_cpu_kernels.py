@@ -493,8 +493,7 @@ def test_rows_that_join_and_leave_change_nothing_of_a_recording_but_words(tiny: 
 def test_rows_with_a_penalty_and_no_history_are_refused(tiny: Tiny) -> None:
     captured = CapturedForward(tiny.forward, capacity=64)
     columns = SamplingColumns.of([SamplingParams(temperature=0, presence_penalty=1.0)], 300)
-    step = SampledStep([Chunk(0, [7])], [0], columns)
-    check_refused(lambda: captured.launch(step).wait(), "need a history of 300 words")
+    check_refused(lambda: captured.launch(SampledStep([Chunk(0, [7])], [0], columns)), "need a history of 300 words")
 
 
 def test_a_row_that_fails_ends_the_multi_step_with_its_code(tiny: Tiny) -> None:

@@ -148,8 +148,7 @@ def test_slots_on_both_sides_of_the_border_take_steps_together_up_to_it(llm: LLM
 
     assert steps([BEYOND - 10, 100], 10) == steps([BEYOND - 10], 10) + steps([100], 10)
     runner = runner_of(llm, [BEYOND - 10, 100])
-    rooms = [rope_room(runner, [Mock(slot=0, token_ids=[5] * length)]) for length in (BEYOND - 9, BEYOND)]
-    assert rooms == [9, 0]
+    assert [rope_room(runner, [Mock(slot=0, token_ids=[5] * length)]) for length in (BEYOND - 9, BEYOND)] == [9, 0]
     assert rope_room(runner, [Mock(slot=1, token_ids=[5] * (BEYOND + 1))]) > 1000
 
 

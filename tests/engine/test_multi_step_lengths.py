@@ -9,7 +9,7 @@ import path_cases
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.ngram import NgramDrafter
-from infer.engine.speculation.policy import Guess, Priors
+from infer.engine.speculation.policy import Drafter, Guess, Priors
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams
 from path_cases import CONTEXT, Case, Outcome, Place, Way, World, by_definition, make_sequence
@@ -72,7 +72,7 @@ def test_only_sequences_that_run_hold_the_index_of_their_prompt(world: World, mo
 GREEDY = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
 
 
-class BatchDrafter:
+class BatchDrafter(Drafter):
     """Knows the answers. `batches` has the slots of each call of `propose`."""
 
     priors = Priors((0.2, 0.5), {1: (0.9, 0.9, 0.9), 2: (0.99, 0.99, 0.99)})
@@ -88,18 +88,6 @@ class BatchDrafter:
 
     def confidence(self, slot: int) -> int:
         return 2
-
-    def seconds(self, slot: int, count: int) -> float:
-        return 0.0
-
-    def trial(self, slot: int, room_seconds: float) -> int:
-        return 0
-
-    def trim(self) -> int:
-        return 0
-
-    def account(self, gained: float, elapsed: float, pace: float) -> None:
-        pass
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.batches.append(set(counts))

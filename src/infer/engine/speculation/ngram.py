@@ -7,7 +7,7 @@ Every guess is compared with the actual token, whether it was verified or not.
 from collections.abc import Mapping
 from typing import NamedTuple, final
 
-from infer.engine.speculation.policy import Guess, Priors
+from infer.engine.speculation.policy import Drafter, Guess, Priors
 from infer.sampling_params import SamplingParams
 
 MAX_NGRAM = 4
@@ -139,8 +139,11 @@ class NgramDraft:
 
 
 @final
-class NgramDrafter:
-    """A `Drafter` that looks up n-grams. The confidence is the number of equal tokens before the guess."""
+class NgramDrafter(Drafter):
+    """Looks up n-grams, which is a part of the step, so every token is guessed without a trial.
+
+    The confidence is the number of equal tokens before the guess.
+    """
 
     priors = PRIORS
 
@@ -152,18 +155,6 @@ class NgramDrafter:
 
     def confidence(self, slot: int) -> int:
         return self._drafts[slot].match()
-
-    def seconds(self, slot: int, count: int) -> float:
-        return 0.0  # looking up is a part of the step
-
-    def trial(self, slot: int, room_seconds: float) -> int:
-        return 0  # every token is guessed without a trial
-
-    def trim(self) -> int:
-        return 0
-
-    def account(self, gained: float, elapsed: float, pace: float) -> None:
-        pass
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         return {slot: self._drafts[slot].propose(count) for slot, count in counts.items()}

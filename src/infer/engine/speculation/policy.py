@@ -59,6 +59,8 @@ class Priors:
 class Drafter(Protocol):
     """Drafts for the sequences of one engine, which calls it on its own thread. A sequence is named by its slot.
 
+    By default, drafts take no time and no memory.
+
     Before each step, the engine asks for the confidence of each sequence, and decides how many drafts pay off. Then it
     calls `propose` once for all sequences. So a drafter makes no token that is not verified, and can compute the drafts
     of all sequences in one batch.
@@ -76,12 +78,14 @@ class Drafter(Protocol):
 
     def seconds(self, slot: int, count: int) -> float:
         """Return the time in which `count` drafts are made. It is infinite if the drafter may not spend it now."""
+        return 0.0
 
     def trial(self, slot: int, room_seconds: float) -> int:
         """Return the number of drafts to make only to learn how often they are right, usually 0.
 
         Without drafts, the rest of the answer takes `room_seconds`.
         """
+        return 0
 
     def propose(self, counts: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """Return the drafts of each slot, at most `counts[slot]` tokens."""
@@ -97,12 +101,14 @@ class Drafter(Protocol):
 
         `pace` is the time of a step without drafts, or 0 if it is unknown.
         """
+        return
 
     def release(self, slot: int) -> None:
         """Free the state of a slot. A slot without a sequence is ignored."""
 
     def trim(self) -> int:
         """Return unused memory to the system, and return the number of bytes."""
+        return 0
 
 
 @final

@@ -194,7 +194,7 @@ def test_a_tokenizer_forgets_the_templates_used_longest_ago(tmp_path: Path, monk
             template = "{# " + "x" * 2_000 + f" #}}{index}" + "{{ messages[-1].content }}"
             asked: dict[str, Any] = {"tools": [{"name": "f"}], "chat_template": template}
             llm.chat([{"role": "user", "content": "a"}], max_new_tokens=1, **asked)
-        assert 1 <= len(llm._host.requests._probes._found._kept) <= 2
+        assert 1 <= len(llm._host.requests._probes._formats._kept) <= 2
 
 
 # The helper process

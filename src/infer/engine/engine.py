@@ -34,7 +34,7 @@ from infer.errors import InferError, OutOfPagesError
 from infer.outputs import percentile
 
 _LOOK_SECONDS = 0.05  # between two checks of the sequences that wait or pause, for cancels and timeouts
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 @final
@@ -156,7 +156,7 @@ class Engine:
         sequence.is_paused = False
         self._want_slot(sequence)
 
-    def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
+    def change(self, lease: Lease, change: Callable[[int], _Result]) -> _Result:
         """Return `change(slot)` of the lease's slot. It must keep `lease.token_ids` correct.
 
         `change` is called again if it runs out of pages and other sequences can free pages. It may raise InferError to

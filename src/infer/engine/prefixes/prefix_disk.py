@@ -287,7 +287,7 @@ def sources() -> dict[str, Path]:
 
     Raises ModuleNotFoundError if a package is missing or empty.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for package in PACKAGES:
         folders = getattr(find_spec(package), "submodule_search_locations", None) or ()
         paths = {
@@ -298,8 +298,8 @@ def sources() -> dict[str, Path]:
         }
         if not paths:
             raise ModuleNotFoundError(f"{package} has no sources, so prefixes on disk cannot name it", name=package)
-        found.update(sorted(paths.items()))
-    return found
+        files.update(sorted(paths.items()))
+    return files
 
 
 def _version(name: str) -> str:

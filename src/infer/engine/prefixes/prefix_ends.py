@@ -47,7 +47,7 @@ class PrefixEnds:
         ids = np.array(sequence.request.prompt_token_ids, np.int32)
         earlier = [other for salt, other in self._prompts if salt == sequence.request.salt]
         self._prompts.append((sequence.request.salt, ids))
-        ends = [found for other in earlier if (found := prefix_end(other, ids)) is not None]
+        ends = [end for other in earlier if (end := prefix_end(other, ids)) is not None]
         end = max(ends, key=attrgetter("num_again"), default=None)
         if end is None or end.position in self._told or sequence.num_reused > end.position:
             return

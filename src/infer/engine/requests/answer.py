@@ -22,8 +22,8 @@ from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import EngineFailedError, InferError
 from infer.outputs import GenerationResult, Piece
 
-_Found = TypeVar("_Found")
-Work = Generator[bool | None, None, _Found]  # runs to its next `yield` between two steps
+_Result = TypeVar("_Result")
+Work = Generator[bool | None, None, _Result]  # runs to its next `yield` between two steps
 Check = Callable[[], None]  # called between parts of other work; it may raise
 GIVE_WAY = True  # yielded by work that other work may interrupt, because it uses nothing that other work changes
 MAX_UNREAD = 256  # pieces: with more, the answer pauses until its reader has taken half
@@ -338,23 +338,23 @@ class Answer:
 
 
 @final
-class EngineCall(Generic[_Found]):
+class EngineCall(Generic[_Result]):
     """Work for the loop's thread, and its result, for which any thread may wait. Only the caller uses `cancel`."""
 
-    def __init__(self, work: Work[_Found], relay: Relay | None = None, tenant: str = "") -> None:
+    def __init__(self, work: Work[_Result], relay: Relay | None = None, tenant: str = "") -> None:
         """Begin without a result. `relay` belongs to the event loop whose task waits for it."""
         self.work, self.tenant = work, tenant
         self.has_begun, self.gives_way = False, True
         self._waiters = Waiters(relay)
-        self._found: list[_Found] = []
+        self._results: list[_Result] = []
         self._error: BaseException | None = None
         self.is_done = self.is_cancelled = False
 
-    def set(self, *found: _Found, error: BaseException | None = None) -> None:
-        self._found, self._error, self.is_done = list(found), error, True
+    def set(self, *results: _Result, error: BaseException | None = None) -> None:
+        self._results, self._error, self.is_done = list(results), error, True
         self._waiters.wake()
 
-    def get(self) -> _Found:
+    def get(self) -> _Result:
         """Wait for the result. An exception that interrupts the wait, such as Ctrl-C, cancels the call."""
         try:
             self._waiters.wait(lambda: self.is_done)
@@ -363,7 +363,7 @@ class EngineCall(Generic[_Found]):
             raise
         return self._result()
 
-    async def get_as_task(self) -> _Found:
+    async def get_as_task(self) -> _Result:
         """Wait for the result, as `get` does, for a task. If the task is cancelled, so is the call."""
         try:
             await self._waiters.wait_as_task(lambda: self.is_done)
@@ -381,18 +381,18 @@ class EngineCall(Generic[_Found]):
         self.work.close()
         self.set(error=error)
 
-    def _result(self) -> _Found:
+    def _result(self) -> _Result:
         """Return the result of a finished call. Raises the exception of its work."""
         if self._error is not None:
             raise self._error
-        return self._found[0]
+        return self._results[0]
 
 
-def once(function: Callable[..., _Found], *arguments: Any) -> Work[_Found]:
+def once(function: Callable[..., _Result], *arguments: Any) -> Work[_Result]:
     """Make work of one call of a function, which gets the current context variables."""
     context = copy_context()
 
-    def work() -> Work[_Found]:
+    def work() -> Work[_Result]:
         yield from ()
         return context.run(function, *arguments)
 

@@ -37,7 +37,7 @@ from infer.models.transformer import Transformer
 from infer.text.templates.template_process import start_rendering
 from infer.text.tokenizer import Tokenizer
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 log = logging.getLogger("infer.server")
 
 
@@ -178,7 +178,7 @@ class Host:
         if self.engine_if_any is not None:
             self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
 
-    def change(self, lease: Lease, change: Callable[[int], _Found]) -> _Found:
+    def change(self, lease: Lease, change: Callable[[int], _Result]) -> _Result:
         """Return `Engine.change(lease, change)`, called on the loop's thread."""
         return self.loop.run(lambda: self.engine.change(lease, change))
 

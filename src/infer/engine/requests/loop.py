@@ -32,7 +32,7 @@ from infer.system.cores import start_thread
 
 NUM_PREPARING = 4
 NUM_CONSTRAINING = 16  # threads, most of which only wait
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 class _NotAwaitedError(Exception):
@@ -133,7 +133,7 @@ class Loop:
 
     # Calls
 
-    def call(self, work: Work[_Found], relay: Relay | None = None) -> EngineCall[_Found]:
+    def call(self, work: Work[_Result], relay: Relay | None = None) -> EngineCall[_Result]:
         """Run work on the loop's thread, up to its next `yield` between two steps.
 
         `relay` belongs to the event loop whose task waits for the result. Work begins when its message arrives. After
@@ -145,14 +145,14 @@ class Loop:
         self._send(partial(self.thread.call, call))
         return call
 
-    def run(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+    def run(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `function(*arguments)`, called on the loop's thread between two steps.
 
         It has the context variables of the caller. Raises the errors of `call`.
         """
         return self.call(once(function, *arguments)).get()
 
-    def load(self, load: Callable[[OnProgress], _Found], on_progress: OnProgress | None) -> _Found:
+    def load(self, load: Callable[[OnProgress], _Result], on_progress: OnProgress | None) -> _Result:
         """Return `load(show)`, called on the loop's thread. `show` calls `on_progress`.
 
         If an exception such as Ctrl-C interrupts the wait, the load ends at its next call of `show`.
@@ -179,7 +179,7 @@ class Loop:
             relay = self._relays[running] = Relay(running)
         return relay
 
-    async def prepare(self, work: Callable[[Check], _Found], *, is_constrained: bool = False) -> _Found:
+    async def prepare(self, work: Callable[[Check], _Result], *, is_constrained: bool = False) -> _Result:
         """Return `work(check)`, called on a thread. If the task is cancelled, work ends at its next call of `check`.
 
         A request that `is_constrained` by a grammar or tools may wait for the process that tries grammars. It has its
@@ -204,11 +204,11 @@ class Loop:
         finally:
             is_left.set()
 
-    async def call_as_task(self, work: Work[_Found]) -> _Found:
+    async def call_as_task(self, work: Work[_Result]) -> _Result:
         """Return the result of `call`. If the task is cancelled, work ends at its next `yield`."""
         return await self.call(work, self.relay()).get_as_task()
 
-    async def run_as_task(self, function: Callable[..., _Found], *arguments: Any) -> _Found:
+    async def run_as_task(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `function(*arguments)`, called on the loop's thread between two steps."""
         return await self.call_as_task(once(function, *arguments))
 

@@ -96,15 +96,15 @@ class Program:
         """
         form, seconds = format_of_json(question["format"]), self._answer_seconds
         answer = None if question["answer"] is None else Grammar(*question["answer"])
-        found = form
+        enforced = form
         try:
             with self._limited(seconds):
-                found = enforceable(form, self._rules)
-                return self._prepared(form, found, answer)
+                enforced = enforceable(form, self._rules)
+                return self._prepared(form, enforced, answer)
         except (AnswerGrammarError, OverLimitError) as late:
             problem = f"they take more than {seconds:g} s to compile: give fewer or smaller ones"
             error = late if isinstance(late, AnswerGrammarError) else InvalidRequestError(f"tools: {problem}")
-            looser = loosest(found, error)
+            looser = loosest(enforced, error)
             if looser is None:
                 raise error from None
         with self._limited(LOOSEST_SECONDS):
@@ -117,12 +117,12 @@ class Program:
         with limited(seconds):
             yield
 
-    def _prepared(self, given: AnswerFormat, found: AnswerFormat, answer: Grammar | None) -> dict[str, Any]:
-        source, changed = self._source(found, answer), list[tuple[int, Mapping[str, Any]]]()
-        if given.calls is not None and found.calls is not None:
-            pairs = zip(given.calls.tools, found.calls.tools, strict=True)
+    def _prepared(self, given: AnswerFormat, enforced: AnswerFormat, answer: Grammar | None) -> dict[str, Any]:
+        source, changed = self._source(enforced, answer), list[tuple[int, Mapping[str, Any]]]()
+        if given.calls is not None and enforced.calls is not None:
+            pairs = zip(given.calls.tools, enforced.calls.tools, strict=True)
             changed = [(index, now.parameters) for index, (then, now) in enumerate(pairs) if now != then]
-        return {"source": source, "tools": changed, "warnings": [*found.warnings, *self._rules.warnings]}
+        return {"source": source, "tools": changed, "warnings": [*enforced.warnings, *self._rules.warnings]}
 
     def _source(self, form: AnswerFormat, answer: Grammar | None) -> str:
         """Return the source. It is tried with other ids of control tokens, because the vocabulary is not known here."""

@@ -124,9 +124,9 @@ def _last_turns(
             f"the prompt is too long: its last turn has {len(last)} tokens with the system message, but only {most} "
             "fit before the answer: shorten it, raise max_seq_len or lower max_new_tokens"
         )
-    found = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
-    kept = ids_from(starts[found])
-    return kept, num_tokens - len(kept), [*head, *messages[starts[found] :]]
+    first = bisect_left(starts[:-1], True, key=lambda start: len(ids_from(start)) <= most)
+    kept = ids_from(starts[first])
+    return kept, num_tokens - len(kept), [*head, *messages[starts[first] :]]
 
 
 def _whole_numbers(ids: IdArray) -> list[int]:
@@ -146,7 +146,7 @@ class TemplateProbes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         # A cache, because requests may have their own templates.
-        self._found = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)
+        self._formats = SizedCache[TemplateFormats](MAX_TEMPLATE_BYTES)
 
     def of(self, chat_template: str | None, tool_format: str | None) -> TemplateFormats:
         """Return the conversation of a request. Raises InvalidRequestError."""
@@ -160,7 +160,7 @@ class TemplateProbes:
             return probe_template(render, tokenizer.template_source(chat_template, has_tools=True), tool_format)
 
         num_bytes = _LEAST_BYTES + _BYTES_PER_CHARACTER * len(chat_template or "")
-        return self._found.get_or_make((chat_template, tool_format), probe, lambda found: num_bytes)
+        return self._formats.get_or_make((chat_template, tool_format), probe, lambda formats: num_bytes)
 
 
 @final

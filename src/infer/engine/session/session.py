@@ -33,17 +33,17 @@ from infer.outputs import GenerationResult
 from infer.text.toolcalls.tools import ToolLike, read_tools
 
 _Arguments = ParamSpec("_Arguments")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 Messages = list[dict[str, Any]]
 
 
 def _exclusively(
-    method: "Callable[Concatenate[Session, _Arguments], _Found]",
-) -> "Callable[Concatenate[Session, _Arguments], _Found]":
+    method: "Callable[Concatenate[Session, _Arguments], _Result]",
+) -> "Callable[Concatenate[Session, _Arguments], _Result]":
     """Let the method run only while no other call runs and no stream is open."""
 
     @wraps(method)
-    def call(session: "Session", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Found:
+    def call(session: "Session", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         caller = object()
         try:
             session._enter(caller)

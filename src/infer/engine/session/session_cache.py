@@ -83,9 +83,9 @@ class SessionCache:
             if rows is None:
                 rows = cache.export_row(slot)
             copies, num_bytes = list[tuple[str, Tensor]](), 0
-            while num_bytes < _SLICE_BYTES and (found := next(rows, None)) is not None:
-                copies.append(found)
-                num_bytes += found[1].nbytes
+            while num_bytes < _SLICE_BYTES and (copied := next(rows, None)) is not None:
+                copies.append(copied)
+                num_bytes += copied[1].nbytes
             return copies
 
         while copies := self.host.change(lease, copy_some):

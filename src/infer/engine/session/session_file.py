@@ -85,7 +85,7 @@ def read_session(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: in
 
 
 def _read(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> Saved:
-    found, metadata, head = read_with_metadata(path)
+    infos, metadata, head = read_with_metadata(path)
     if metadata.get("format") != FORMAT:
         raise ModelFormatError(path, "format", f"expected {FORMAT!r}, got {metadata.get('format')!r:.80}")
     if metadata.get("version") != VERSION:
@@ -94,7 +94,7 @@ def _read(path: Path, fingerprint: Mapping[str, str], max_cache_bytes: int) -> S
             "Load it there and save its messages as JSON, or begin a new session"
         )
         raise ModelFormatError(path, "version", problem)
-    blocks = sorted(found.values(), key=lambda tensor: tensor.offset)
+    blocks = sorted(infos.values(), key=lambda tensor: tensor.offset)
     _check_sizes(path, blocks, max_cache_bytes)
     digests = _read_digests(path, blocks)
     if _digest(head) != digests[0]:

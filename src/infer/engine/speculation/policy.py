@@ -275,9 +275,9 @@ class DraftPolicy:
                 reached *= self.acceptance(confidence + index)
                 tokens += reached
             at = size
-            found = tokens / (times.promised(num_known + size) + seconds(size))
-            if found > speed:
-                best, speed = size, found
+            rate = tokens / (times.promised(num_known + size) + seconds(size))
+            if rate > speed:
+                best, speed = size, rate
         self.speed = speed
         self._num_refused = 0 if best else min(self._num_refused + 1, _MOST_BETWEEN)
         if not best:

@@ -83,11 +83,11 @@ class TextOutput:
         return rest if stop_strings is None else Parsed(self._shown(stop_strings, rest.text, is_last=True), rest.deltas)
 
     def _parsed(self, parser: Parser, text: str, *, is_last: bool) -> Parsed:
-        found = parser.push(text)
+        parsed = parser.push(text)
         if not is_last:
-            return found
+            return parsed
         rest = parser.flush()
-        return Parsed(found.text + rest.text, found.deltas + rest.deltas)
+        return Parsed(parsed.text + rest.text, parsed.deltas + rest.deltas)
 
     def _shown(self, stop_strings: StopStrings, text: str, *, is_last: bool) -> str:
         text, matched = stop_strings.push(text)

@@ -50,14 +50,14 @@ def led(
         (ranks.lead if is_step else ranks.tell)(name, *arguments)
         ranks.is_leading = True
         try:
-            found = method(self, *args, **kwargs)
-            if isinstance(found, PendingStep):
-                found.wait()  # the other ranks run whole steps
+            result = method(self, *args, **kwargs)
+            if isinstance(result, PendingStep):
+                result.wait()  # the other ranks run whole steps
         finally:
             ranks.is_leading = False
         if is_step:
             ranks.has_led()
-        return found
+        return result
 
     return run
 

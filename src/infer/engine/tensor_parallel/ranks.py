@@ -202,9 +202,9 @@ class Ranks:
     def digests(self) -> list[bytes]:
         """Return the digest of each rank's last logits."""
         self.lead("digest")
-        found = self._answers()
+        digests = self._answers()
         self.has_led()
-        return found
+        return digests
 
     def check(self) -> None:
         """Raise InferError if a rank has ended."""
@@ -251,22 +251,22 @@ class Ranks:
 
     def _answers(self) -> list[Any]:
         """Return one answer per rank, or None for a rank that has ended."""
-        found = list[Any]()
+        answers = list[Any]()
         for rank, pipe in enumerate(self._pipes, 1):
             try:
-                found.append(pipe.recv())
+                answers.append(pipe.recv())
             except (EOFError, OSError):
                 self.note_end(rank)
-                found.append(None)
-        return found
+                answers.append(None)
+        return answers
 
 
 def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes]) -> None:
     """Wait until the process ends, then record it. It runs in a thread and does not keep the ranks alive."""
     process.wait()
-    found = ranks()
-    if found is not None:
-        found.note_end(rank)
+    living = ranks()
+    if living is not None:
+        living.note_end(rank)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Connection], folder: str | None) -> None:

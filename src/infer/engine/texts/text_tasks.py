@@ -110,8 +110,8 @@ def embed(
 
     def read(text: Prompt) -> ReadText:
         if isinstance(text, str):
-            found = read_text(host, before + text, truncate=options.truncate)
-            return found._replace(num_skipped=num_first if num_first < len(found.ids) else 0)
+            whole = read_text(host, before + text, truncate=options.truncate)
+            return whole._replace(num_skipped=num_first if num_first < len(whole.ids) else 0)
         if options.prompt_name is not None:
             raise InvalidRequestError("prompt_name needs texts, got ids or messages: leave it out")
         return read_text(host, text, truncate=options.truncate)

@@ -31,11 +31,11 @@ def logits_of(
 ) -> Generator[None, None, Float[Tensor, "tokens vocab"]]:
     """Return the float32 logits after every token, or only after the last few. It is work for the loop."""
     num_logits = len(token_ids) if last is None else min(last, len(token_ids))
-    first, found = len(token_ids) - max(1, num_logits), list[Tensor]()
+    first, parts = len(token_ids) - max(1, num_logits), list[Tensor]()
     for logits in logits_beside(host, token_ids, first):
-        found += [] if logits is None else [logits]
+        parts += [] if logits is None else [logits]
         yield
-    return torch.cat(found)[len(token_ids) - first - num_logits :]
+    return torch.cat(parts)[len(token_ids) - first - num_logits :]
 
 
 def logits_beside(
@@ -86,17 +86,17 @@ def score_prompt(
     host: Host, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Return the log-probability of each token by the raw logits, None for the first. It is work for the loop."""
-    found: list[TokenLogprob | None] = [None]
+    entries: list[TokenLogprob | None] = [None]
     for logits in logits_beside(host, token_ids, 0):
         yield
         if logits is None:
             continue
         logits[:, host.requests.limits.vocab_size :] = -torch.inf
-        next_ids = token_ids[len(found) : len(found) + len(logits)]
+        next_ids = token_ids[len(entries) : len(entries) + len(logits)]
         following = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
         scored = Sampled(following, *log_probabilities(logits[: len(following)], following, num_top))
-        found += [scored.logprob_of(index, num_top) for index in range(len(following))]
-    return found
+        entries += [scored.logprob_of(index, num_top) for index in range(len(following))]
+    return entries
 
 
 def ids_to_score(host: Host, prompt: Prompt, num_top: int = 0) -> list[int]:
@@ -127,9 +127,9 @@ def trace_token(host: Host, ask: Ask, step: int, num_candidates: int) -> SampleT
         )
     request = replace(sequence.request, params=replace(params, seed=result.seed))
     work = trace_answer(host, request, result.token_ids, first=step, num_candidates=num_candidates)
-    (found,) = host.loop.call(work).get()
+    (trace,) = host.loop.call(work).get()
     context = [*request.prompt_token_ids, *result.token_ids[: step - 1]]
-    return replace(found, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
+    return replace(trace, text_before=host.tokenizer.decode(context, skip_special_tokens=False))
 
 
 def check_traceable(host: Host) -> None:
@@ -156,7 +156,7 @@ def trace_answer(
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     context, place = [*request.prompt_token_ids, *answer[:last]], num_prompt_tokens + first - 1
-    found, masks = list[SampleTrace](), _masks(host, request, answer, first)
+    traces, masks = list[SampleTrace](), _masks(host, request, answer, first)
     for logits in logits_beside(host, context[:-1], place - 1):
         yield
         for row in () if logits is None else logits:
@@ -172,10 +172,10 @@ def trace_answer(
             )
             if trace.token_id != context[place] and not is_given:
                 raise InferError(f"the trace sampled token {trace.token_id}, but the answer has {context[place]}")
-            found.append(_spelled(trace, host.tokenizer.token_bytes))
+            traces.append(_spelled(trace, host.tokenizer.token_bytes))
             place += 1
             yield
-    return found
+    return traces
 
 
 def _masks(host: Host, request: Request, answer: Sequence[int], first: int) -> Iterator[Int[Tensor, "words"] | None]:

@@ -287,9 +287,7 @@ class Engine:
         """
         self._drop_finished()
         self._admit()
-        wanting = [each for each in self._slots.sequences if not each.is_paused]
-        if behind is not None:
-            wanting = [each for each in wanting if not each.awaited or each.room > 0]
+        wanting = [each for each in self._slots.sequences if not each.is_paused and (not each.awaited or each.room > 0)]
         active = self._steps.take_turns(wanting, self.resting_tenants)
         if behind is None:
             self._taking_part.update(dict.fromkeys(active))

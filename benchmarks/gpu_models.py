@@ -272,12 +272,11 @@ def time_model(
         runner = make_runner(model, rows, context)
         prompts = [random_ids(16, row, model.architecture.vocab_size) for row in range(rows)]
         columns = columns_of(model, rows, temperature=0.0)
-        chunks = [Chunk(slot, [5]) for slot in range(rows)]
         for slot in range(rows):
             at_context(runner, slot, after)
             runner.extend(slot, prompts[slot])
             runner.cache.reserve(slot, WARM_UP + tokens)
-        step = SampledStep(chunks, runner.lengths, columns)
+        step = SampledStep([Chunk(slot, [5]) for slot in range(rows)], runner.lengths, columns)
         runner.multi_step(step, WARM_UP)  # captures the sampler of these columns
         for slot in range(rows):
             runner.commit(slot, WARM_UP)

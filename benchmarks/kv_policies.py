@@ -49,12 +49,13 @@ class Policies:
     def read(self, token_ids: Sequence[int]) -> list[Runner]:
         """Return a context per policy, the whole cache first."""
         whole, *others = self._contexts
-        whole.truncate(0, 0)
+        whole.cache.truncate(0, 0)
         whole.extend(0, token_ids)
         for context in others:
-            context.truncate(0, 0)
+            context.cache.truncate(0, 0)
             if context.compresses_prompts:
-                context.import_slot(0, dict(whole.cache.export_row(0)), len(token_ids))
+                is_long = context.model.is_long(len(token_ids))
+                context.cache.import_row(0, dict(whole.cache.export_row(0)), len(token_ids), is_long=is_long)
             else:
                 context.extend(0, token_ids)
         return self._contexts
@@ -81,7 +82,7 @@ def greedy_answer(context: Runner, prompt: list[int], count: int) -> list[int]:
     made = prompt[-1:]
     with ops.backend_of(torch.device("cpu")).threads():
         while len(made) <= count:
-            context.reserve(0, 1)
+            context.cache.reserve(0, 1)
             logits = context.forward([Chunk(0, made[-1:])])
             context.commit(0, 1)
             if len(made) == 1:
@@ -107,7 +108,7 @@ def score(context: Runner, token_ids: Sequence[int]) -> list[float]:
     with ops.backend_of(torch.device("cpu")).threads():
         for start in range(0, len(token_ids), CHUNK):
             chunk, following = token_ids[start : start + CHUNK], token_ids[start + 1 : start + CHUNK + 1]
-            context.reserve(0, len(chunk))
+            context.cache.reserve(0, len(chunk))
             logs = context.forward([Chunk(0, list(chunk), num_drafts=len(chunk) - 1)]).log_softmax(-1)
             context.commit(0, len(chunk))
             found += [float(row[token_id]) for row, token_id in zip(logs, following, strict=False)]

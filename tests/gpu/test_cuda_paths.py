@@ -184,7 +184,7 @@ def test_a_step_of_many_tokens_and_more_than_64_rows_has_the_bits_of_smaller_ste
     whole, alone = (Runner(device_world.model, 80, num_slots=72, capture=False) for _ in range(2))
     chunks = [Chunk(slot, random_ids(length, seed=slot)) for slot, length in enumerate(lengths)]
     for slot, token_ids, *_ in chunks:
-        whole.reserve(slot, len(token_ids))
+        whole.cache.reserve(slot, len(token_ids))
     found = whole.forward(chunks)
     for slot in (5, 71):
         assert torch.equal(found[slot : slot + 1], alone.append(slot, chunks[slot].token_ids, 1)), slot

@@ -109,7 +109,7 @@ sys.meta_path.insert(0, Refuse())
 sys.argv = ["gpu_sections.py", "sums", "--device", "cpu", "--tiny"]
 import gpu_models, gpu_sections
 model = gpu_models.make_model("tiny", "Q4_0", gpu_sections.torch.device("cpu"), 32)
-gpu_models.make_runner(model, 1, 32).reserve(0, 1)
+gpu_models.make_runner(model, 1, 32).cache.reserve(0, 1)
 gpu_sections.main()
 """
     done = subprocess.run(python_command(code), capture_output=True, text=True, check=False)

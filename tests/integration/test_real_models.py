@@ -169,7 +169,7 @@ def test_fewer_bits_change_little(name: str) -> None:
     logits = {}
     for kv_type in ("f32", *MOST):
         context = Runner(replace(model, kv_type=kv_type), NUM_TOKENS, capture=False)
-        context.reserve(0, len(token_ids))
+        context.cache.reserve(0, len(token_ids))
         with backend_of(model.device).threads():
             logits[kv_type] = context.forward([Chunk(0, token_ids, num_drafts=NUM_COMPARED - 1)]).clone()
     found = {kv_type: mean_kl(logits["f32"], logits[kv_type]) for kv_type in MOST}

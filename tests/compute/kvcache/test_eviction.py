@@ -260,7 +260,7 @@ def test_the_next_token_sees_exactly_the_kept_tokens_to_the_bit(llm: LLM) -> Non
             selections.add(tuple(slots))
     assert len(selections) > 1, "every head chose the same"
     for context in (whole, kept):
-        context.reserve(0, 1)
+        context.cache.reserve(0, 1)
     assert not kept.forward([Chunk(0, [5])]).equal(whole.forward([Chunk(0, [5])]))
 
 

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cases import cases
 from commands import refused, run
-from served import SECONDS, Served, served_model
+from infer.serving.server.endpoint import ApiRequest, get
+from served import SECONDS, Served, served_model, serving
 
 CLIENT = f"""#!{sys.executable}
 import json, os, sys, time
@@ -76,6 +79,30 @@ def test_a_launch_that_fails_is_one_line(served: Served, seen: Path) -> None:
     assert refused("launch", "codex") == "codex is not installed: install Codex with npm install -g @openai/codex"
     told = refused("launch", "claude", "--url", "http://192.0.2.1:1", status=1)
     assert told.startswith("no server answers at http://192.0.2.1:1")
+
+
+@cases(
+    "is_read answer",
+    (True, {"data": [{"id": "other", "status": "ok", "takes": 3, "memory_bytes": "?", "max_model_len": None}]}),
+    (True, {"data": [{"id": "other", "status": {"value": None, "progress": "half", "error": None}}]}),
+    *(
+        (False, answer)
+        for answer in ([], "a", {"models": []}, *({"data": each} for each in (1, [{}], ["a"], [{"id": 3}])))
+    ),
+)
+def test_a_server_of_another_program_is_read_as_far_as_it_is_openai_s(seen: Path, is_read: bool, answer: Any) -> None:
+    async def list_models(request: ApiRequest) -> Any:
+        return answer
+
+    with serving(None, table=[get("/v1/models", list_models), get("/ready", list_models)]) as other:
+        url = f"http://127.0.0.1:{other.port}"
+        if is_read:
+            assert "other" in run("ps", "--url", url).out
+            run("launch", "claude", "--url", url, status=7)
+        else:
+            for words in (["ps"], ["launch", "claude"]):
+                told = refused(*words, "--url", url)
+                assert told.startswith(f"{url} must list its models as OpenAI's API does, got ")
 
 
 @pytest.mark.slow

@@ -116,14 +116,15 @@ def run_launch(options: LaunchOptions, choose_model: Callable[[], str]) -> int:
         else:
             _await_ready(options, "waiting for the server")
         model = _served_model(options)
-        note(context_remark(model.get("max_model_len", _AGENT_CONTEXT)))
+        context = model.get("max_model_len")
+        note(context_remark(context if isinstance(context, int) else _AGENT_CONTEXT))
         environment, arguments = client.settings(page_url(_base(options)), model["id"], options.api_key or "")
         return _run_client([program, *arguments, *options.arguments], os.environ | environment)
 
 
 def _served_model(options: LaunchOptions) -> Mapping[str, Any]:
     """Return the named model of the server, or its first one. Raises InvalidRequestError if it has none."""
-    models: list[dict[str, Any]] = _ask(options, "/v1/models")["data"]
+    models = _models(_ask(options, "/v1/models"), options.url)
     names = [each["id"] for each in models]
     wanted = names[:1] if options.model is None else [options.model, plain_name(options.model)]
     for each in models:
@@ -224,7 +225,7 @@ def _run_client(command: list[str], environment: Mapping[str, str]) -> int:
 def run_ps(options: RunningServerOptions) -> None:
     found = _ask(options, "/v1/models")
     rows = [("name", "state", "memory", "context", "takes")]
-    rows += () if options.as_json else map(_row, found["data"])
+    rows += () if options.as_json else map(_row, _models(found, options.url))
     print_report(found, columns_of_rows(rows, "<<>><"), as_json=options.as_json)
 
 
@@ -233,14 +234,23 @@ def run_stop(options: StopOptions) -> None:
     print_report(found, [f"{options.model} is unloaded"], as_json=options.as_json)
 
 
+def _models(answer: Any, url: str) -> list[dict[str, Any]]:
+    """Return the models of an answer of `/v1/models`. Raises InvalidRequestError for that of another kind of server."""
+    match answer:
+        case {"data": [*models]} if all(isinstance(each, dict) and isinstance(each.get("id"), str) for each in models):
+            return models
+    raise InvalidRequestError(f"{url} must list its models as OpenAI's API does, got {json_text(answer):.60}")
+
+
 def _row(model: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    status = model.get("status", {"value": "loaded"})  # a server of one model gives no status
-    share = f" {100 * status['progress']:.0f} %" if "progress" in status else ""
-    told = f"{status['value']}{share}{', pinned' if model.get('is_pinned') else ''}"
-    memory = megabytes(model["memory_bytes"], 0) if "memory_bytes" in model else ""
-    context = f"{model['max_model_len']:,}" if "max_model_len" in model else ""
-    takes = ", ".join(model.get("takes", ())) if "error" not in status else status["error"]
-    return model["id"], told, memory, context, takes
+    """Return the row of a model. Another program's server may give its own kinds of values, which are left out."""
+    status = value if isinstance(value := model.get("status"), dict) else {}  # a server of one model gives none
+    share = f" {100 * each:.0f} %" if isinstance(each := status.get("progress"), int | float) else ""
+    told = f"{status.get('value', 'loaded')}{share}{', pinned' if model.get('is_pinned') is True else ''}"
+    memory = megabytes(each, 0) if isinstance(each := model.get("memory_bytes"), int) else ""
+    context = f"{each:,}" if isinstance(each := model.get("max_model_len"), int) else ""
+    takes = ", ".join(map(str, each)) if isinstance(each := model.get("takes"), list) else ""
+    return model["id"], told, memory, context, str(status.get("error") or takes)
 
 
 def _base(options: ServerAddress) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -120,9 +121,9 @@ def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
 
 def test_only_the_token_that_ends_an_answer_is_left_out() -> None:
     logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in range(3)]
-    assert without_end(logprobs, "eos") == logprobs[:2]
-    for reason in ("stop", "length", "abort", None):
-        assert without_end(logprobs, reason) == logprobs
+    for reason in ("eos", "stop", "length", "abort", None):
+        scored: Any = SimpleNamespace(token_ids=[0, 1, 2], logprobs=logprobs, finish_reason=reason)
+        assert without_end(scored) == logprobs[: 2 if reason == "eos" else 3]
 
 
 # Hostile rows

@@ -62,6 +62,17 @@ def test_every_answer_and_chunk_has_the_model_s_fingerprint(served: Served, llm:
     assert {each["system_fingerprint"] for each in found} == {llm.system_fingerprint}
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/completion", CHAT, "/v1/responses", "/api/chat"])
+def test_no_log_probabilities_are_read_that_nobody_asked_for(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = property(lambda delta: pytest.fail("they were read"))
+    monkeypatch.setattr("infer.serving.protocols.events.Delta.logprobs", fail)
+    given = {"prompt": "hello"} if "completion" in path.split("/")[-1] else {"messages": PLAIN}
+    given = {"input": "hello"} if path == "/v1/responses" else {"messages": PLAIN} if path == CHAT else given
+    assert '"error":{' not in served.stream(path, **given)
+
+
 # Answers
 
 

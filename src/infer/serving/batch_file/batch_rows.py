@@ -242,7 +242,7 @@ def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str
     if row.endpoint != ENDPOINTS[0]:
         return {"text": result.text, "logprobs": None if logprobs is None else spelling.completion_columns(logprobs)}
     if logprobs is not None:
-        entries = spelling.chat_entries(logprobs, result.finish_reason)
+        entries = spelling.chat_entries(result)
     return {
         "message": message_of(result),
         "logprobs": None if logprobs is None else {"content": entries, "refusal": None},

@@ -4,7 +4,7 @@ Encoder and openapi.json read the same Structs. The Structs of one protocol are 
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -190,6 +190,20 @@ def reasoning_and_calls(result: GenerationResult) -> Json:
     return {name: message[name] for name in ("reasoning_content", "tool_calls") if name in message}
 
 
+@runtime_checkable
+class Scored(Protocol):
+    """Tokens with their log-probabilities, if these were requested: those of a whole answer, or of a part of it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
 class Spelling(NamedTuple):
     """The texts of a vocabulary's tokens. Control tokens are not part of an answer's text."""
 
@@ -213,11 +227,11 @@ class Spelling(NamedTuple):
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
-    def chat_entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Entry]:
+    def chat_entries(self, scored: Scored) -> list[Entry]:
         """Return `logprobs.content` of a chat completion."""
         return [
             self.entry(each.token_id, each.logprob) | {"top_logprobs": [self.entry(*top) for top in each.top]}
-            for each in without_end(logprobs, finish_reason)
+            for each in without_end(scored)
         ]
 
     def completion_columns(self, logprobs: Iterable[TokenLogprob | None]) -> dict[str, list[Any]]:
@@ -255,6 +269,7 @@ class Spelling(NamedTuple):
         ]
 
 
-def without_end(logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Sequence[TokenLogprob]:
+def without_end(scored: Scored) -> Sequence[TokenLogprob]:
     """Return the log-probabilities without the token that ends the answer, which is not a part of its text."""
-    return logprobs[:-1] if finish_reason == "eos" else logprobs
+    logprobs = scored.logprobs or ()
+    return logprobs[:-1] if scored.finish_reason == "eos" else logprobs

@@ -14,7 +14,7 @@ from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import Complete, as_given
 
-Chunk = Output | Json  # a dict is an event whose `type` is also its name
+Chunk = Struct | Json  # the `type` of a dict is also the name of its event
 _Answer = TypeVar("_Answer")
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
 Scores = Sequence[TokenLogprob | None]  # one entry per token of a prompt
@@ -41,6 +41,10 @@ class Delta(NamedTuple):
         return cls(choice, pieces, text, deltas)
 
     @property
+    def token_ids(self) -> list[int]:
+        return [piece.token_id for piece in self.pieces]
+
+    @property
     def logprobs(self) -> list[TokenLogprob]:
         return [piece.logprob for piece in self.pieces if piece.logprob is not None]
 
@@ -52,7 +56,7 @@ class Delta(NamedTuple):
     def token_columns(self, token_bytes: Sequence[bytes]) -> Json:
         """Return the ids, bytes and origins of the tokens, for clients that request token ids."""
         return {
-            "token_ids": [piece.token_id for piece in self.pieces],
+            "token_ids": self.token_ids,
             "token_bytes": [list(token_bytes[piece.token_id]) for piece in self.pieces],
             "token_origins": [piece.origin for piece in self.pieces],
         }
@@ -108,21 +112,16 @@ class Accepted(NamedTuple):
 class ErrorShape:
     """The format of a protocol's errors and streams: OpenAI's, unless a protocol has its own.
 
-    Streams have this media type, and `last` ends them. The event of an error may have a name.
+    Streams have this media type, and `last` ends them.
     """
 
     error_type: type[ApiError] = ApiError
-    error_event, media_type, last = "", EVENTS, DONE
+    media_type, last = EVENTS, DONE
 
     @classmethod
     def failure(cls, error: ApiError) -> bytes:
         """Return the last events of a stream that fails."""
-        return cls.event_of(cls.error_type.of(error).body, cls.error_event) + cls.last
-
-    @classmethod
-    def event_of(cls, body: bytes, name: str = "") -> bytes:
-        """Return one line of JSON as a part of a stream."""
-        return line(body) if cls.media_type == LINES else event(body, name)
+        return event(cls.error_type.of(error).to_json(), cls.media_type) + cls.last
 
 
 class Shape(ErrorShape, ABC):
@@ -161,10 +160,6 @@ class Shape(ErrorShape, ABC):
         """Return the chunks that follow after all choices have ended."""
         return ()
 
-    def event(self, chunk: Chunk) -> bytes:
-        """Return the bytes of a chunk in the stream."""
-        return self.event_of(msgspec.json.encode(chunk), chunk["type"] if isinstance(chunk, dict) else "")
-
     def fail(self, error: ApiError) -> bytes:
         """Return the last events of this stream after a failure."""
         return self.failure(error)
@@ -178,19 +173,17 @@ def with_warnings(answer: _Answer, warnings: Sequence[str]) -> _Answer:
     return answer
 
 
-def event(body: bytes, name: str = "") -> bytes:
-    """Return one line of JSON as an event. `name` is for APIs that name their events.
+def event(chunk: Chunk, media_type: str = EVENTS) -> bytes:
+    """Return the bytes of a chunk in a stream of events or of lines of JSON.
 
     Some clients end a line at every character that Unicode calls a line's end (httpx's `iter_lines`, `str.splitlines`).
     Three of these characters are legal in JSON, so they are escaped.
     """
-    data = b"data: " + line(body) + b"\n"
-    return data if not name else b"event: " + name.encode() + b"\n" + data
-
-
-def line(body: bytes) -> bytes:
-    """Return one line of JSON with its end. See `event` for the characters that are escaped."""
+    line = msgspec.json.encode(chunk) + b"\n"
     for line_end, escaped in _LINE_ENDS.items():
-        if line_end in body:
-            body = body.replace(line_end, escaped)
-    return body + b"\n"
+        if line_end in line:
+            line = line.replace(line_end, escaped)
+    if media_type == LINES:
+        return line
+    name = chunk.get("type") if isinstance(chunk, dict) else None
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + line + b"\n"

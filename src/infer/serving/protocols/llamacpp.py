@@ -10,10 +10,10 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
 from infer.engine.requests.ask import Ask
-from infer.outputs import FinishReason, GenerationResult, TokenLogprob
+from infer.outputs import GenerationResult
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import FILTER_NAMES, SEED_BITS
-from infer.serving.protocols.answers import Bytes, Count, Json, Output, Spelling, without_end
+from infer.serving.protocols.answers import Bytes, Count, Json, Output, Scored, Spelling, without_end
 from infer.serving.protocols.bodies import Served, refusing, seed_of
 from infer.serving.protocols.events import Accepted, Delta, Shape
 from infer.serving.protocols.fields import Reading, refuse
@@ -175,9 +175,7 @@ class LlamacppShape(Shape):
 
     def whole(self, results: Sequence[GenerationResult]) -> LlamacppCompletion | list[LlamacppCompletion]:
         found = [
-            self._last(
-                index, result, result.text, result.token_ids, self._scored(result.logprobs, result.finish_reason)
-            )
+            self._last(index, result, result.text, result.token_ids, self._scored(result))
             for index, result in enumerate(results)
         ]
         return found[0] if len(found) == 1 else found
@@ -192,12 +190,12 @@ class LlamacppShape(Shape):
 
     def _events(self, part: Delta) -> list[LlamacppPart]:
         """Return the event of a part, or none if it shows nothing yet."""
-        index, pieces = part.choice, part.pieces
-        self._num_predicted[index] += len(pieces)
-        scored = self._scored(part.logprobs, part.finish_reason)
+        index = part.choice
+        self._num_predicted[index] += len(part.pieces)
+        scored = self._scored(part)
         if not (part.text or scored) or self._limit == 0:
             return []
-        fields = self._part(index, part.text, [piece.token_id for piece in pieces], scored)
+        fields = self._part(index, part.text, part.token_ids, scored)
         num_predicted, num_read = self._num_predicted[index], len(self._ids_of(index))
         return [LlamacppPart(**fields, stop=False, tokens_predicted=num_predicted, tokens_evaluated=num_read)]
 
@@ -233,7 +231,7 @@ class LlamacppShape(Shape):
     def _ids_of(self, index: int) -> Sequence[int]:
         return self._prompt_ids[index // len(self._params)]
 
-    def _scored(self, logprobs: Sequence[TokenLogprob] | None, finish_reason: FinishReason | None) -> Any:
+    def _scored(self, scored: Scored) -> Any:
         if self._params[0].logprobs is None:
             return UNSET
         return [
@@ -242,7 +240,7 @@ class LlamacppShape(Shape):
                 **self._spelling.entry(each.token_id, each.logprob),
                 top_logprobs=[{"id": top[0]} | self._spelling.entry(*top) for top in each.top],
             )
-            for each in without_end(logprobs or (), finish_reason)
+            for each in without_end(scored)
         ]
 
 

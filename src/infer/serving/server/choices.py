@@ -18,7 +18,7 @@ from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.answers import Output
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.bodies import Served, refusing
-from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, with_warnings
+from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, event, with_warnings
 from infer.serving.protocols.fields import Reading
 from infer.serving.server.call import Call, given_to, note_of
 from infer.serving.server.door import Arrival
@@ -272,14 +272,14 @@ async def _scores_of(request: ApiRequest, prompts: Sequence[Sequence[int]], num:
 async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:
     results: dict[int, GenerationResult] = {}
     for chunk in shape.opening():
-        yield shape.event(chunk)
+        yield event(chunk, shape.media_type)
     async with aclosing(choices.deltas()) as deltas:
         async for delta in deltas:
             for chunk in shape.chunks(delta):
-                yield shape.event(chunk if delta.result is None else with_warnings(chunk, call.warnings))
+                yield event(chunk if delta.result is None else with_warnings(chunk, call.warnings), shape.media_type)
             if delta.result is not None:
                 results[delta.choice] = delta.result
     for chunk in shape.closing([result for _, result in sorted(results.items())]):
-        yield shape.event(with_warnings(chunk, call.warnings))
+        yield event(with_warnings(chunk, call.warnings), shape.media_type)
     if shape.last:
         yield shape.last

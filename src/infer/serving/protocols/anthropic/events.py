@@ -107,7 +107,7 @@ class MessageShape(Shape):
     """
 
     body, answer, ask, complete = MessagesBody, AnthropicMessage, ask_message, complete_messages
-    error_type, error_event, last = MessagesError, "error", b""
+    error_type, last = MessagesError, b""
 
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
         self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())

@@ -10,13 +10,14 @@ from typing import Any, Literal, NamedTuple
 from msgspec import UNSET, Struct, UnsetType
 
 from infer.models.catalog.model_facts import ModelFacts
-from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCall
 from infer.sampling_params import PARAMETERS
 from infer.serving.protocols.answers import (
     FINISH_REASONS,
     Count,
     Json,
     Output,
+    Scored,
     ScoredChoice,
     Spelling,
     call_values,
@@ -103,13 +104,12 @@ class OllamaShape(Shape):
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaOutput:
         (result,) = results
-        scored = self._scored(result.logprobs or (), result.finish_reason)
-        fields = self._end(result) | {"logprobs": scored}
+        fields = self._end(result) | {"logprobs": self._scored(result)}
         return self._answer(result.text, result.reasoning or "", result.tool_calls, **fields)
 
     def chunks(self, part: Delta) -> list[OllamaOutput]:
         thinking = "".join(delta.text for delta in part.deltas if isinstance(delta, ReasoningDelta))
-        scored = self._scored(part.logprobs, part.finish_reason) if part.pieces else UNSET
+        scored = self._scored(part) if part.pieces else UNSET
         found = list[OllamaOutput]()
         if part.text or thinking or scored:
             found.append(self._answer(part.text, thinking, logprobs=scored))
@@ -143,10 +143,8 @@ class OllamaShape(Shape):
             "eval_duration": nanoseconds(timing.decode_time_s + timing.sampling_time_s),
         }
 
-    def _scored(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> Any:
-        if self._spelling is None:
-            return UNSET
-        return self._spelling.chat_entries(logprobs, finish_reason)  # dicts of the Struct's fields
+    def _scored(self, scored: Scored) -> Any:
+        return UNSET if self._spelling is None else self._spelling.chat_entries(scored)  # dicts of the Struct's fields
 
 
 def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaOutput:

@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 from msgspec.structs import replace as replace_fields
 
 import infer
-from infer.outputs import FinishReason, GenerationResult, TokenLogprob
+from infer.outputs import GenerationResult
 from infer.serving.protocols.answers import (
     FINISH_REASONS,
     Bytes,
@@ -20,6 +20,7 @@ from infer.serving.protocols.answers import (
     HeadedOutput,
     Json,
     Output,
+    Scored,
     ScoredChoice,
     Spelling,
     TextFinishReason,
@@ -184,7 +185,7 @@ class ChatShape(CompletingShape):
             ChatChoice(
                 index,
                 ChatMessage(**message_of(result)),
-                self._logprobs(result.logprobs or (), result.finish_reason),
+                self._logprobs(result),
                 finish_reason_of(result),
                 list(result.token_ids) if self._has_ids else UNSET,
             )
@@ -204,14 +205,14 @@ class ChatShape(CompletingShape):
         delta = part.fields() | ({"content": part.text} if part.text else {})
         if part.result is not None:
             return ChunkChoice(index=part.choice, delta=delta, finish_reason=finish_reason_of(part.result))
-        logprobs = self._logprobs(part.logprobs, part.finish_reason)
+        logprobs = self._logprobs(part)
         shows_something = delta or columns or (logprobs and logprobs.content)
         return ChunkChoice(index=part.choice, delta=delta, logprobs=logprobs, **columns) if shows_something else None
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> ChatLogprobs | None:
+    def _logprobs(self, scored: Scored) -> ChatLogprobs | None:
         if not self._has_logprobs:
             return None
-        entries: Any = self._spelling.chat_entries(logprobs, finish_reason)  # dicts of these fields
+        entries: Any = self._spelling.chat_entries(scored)  # dicts of these fields
         return ChatLogprobs(entries, None)
 
 
@@ -247,7 +248,7 @@ class CompletionShape(CompletingShape):
         choices = list[CompletionChoice]()
         for index, result in enumerate(results):
             choice = self._begun(index)
-            columns = self._columns(index, result.token_ids, result.logprobs or ())
+            columns = self._columns(index, result)
             choice.text += result.text
             choice.logprobs = choice.logprobs + columns if choice.logprobs and columns else columns
             choice.finish_reason = FINISH_REASONS[result.finish_reason]
@@ -266,7 +267,7 @@ class CompletionShape(CompletingShape):
     def choice(self, part: Delta, columns: Json) -> CompletionChoice | None:
         if part.result is not None:
             return CompletionChoice(part.choice, part.text, finish_reason=FINISH_REASONS[part.result.finish_reason])
-        logprobs = self._columns(part.choice, [piece.token_id for piece in part.pieces], part.logprobs)
+        logprobs = self._columns(part.choice, part)
         shows_something = part.text or logprobs or columns
         return CompletionChoice(part.choice, part.text, logprobs, **columns) if shows_something else None
 
@@ -298,17 +299,15 @@ class CompletionShape(CompletingShape):
         before = [0] if adds_bos else []  # BOS is not a part of the text
         return CompletionLogprobs(**columns, text_offset=before + offsets.of(prompt.ids[len(before) :]))
 
-    def _columns(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
-    ) -> CompletionLogprobs | None:
+    def _columns(self, index: int, scored: Scored) -> CompletionLogprobs | None:
         """Return the log-probabilities of a choice's next tokens, including the one that ends it.
 
         None if no log-probabilities were requested.
         """
         if self._body.logprobs is None:
             return None
-        columns = self._spelling.completion_columns(logprobs)
-        return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(token_ids))
+        columns = self._spelling.completion_columns(scored.logprobs or ())
+        return CompletionLogprobs(**columns, text_offset=self._offsets[index].of(scored.token_ids))
 
 
 @final

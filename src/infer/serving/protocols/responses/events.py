@@ -8,12 +8,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
-from infer.outputs import FinishReason, GenerationResult, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
+from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
 from infer.serving.protocols.answers import (
     FINISH_REASONS,
     Count,
     Json,
     Output,
+    Scored,
     Spelling,
     extension,
 )
@@ -116,7 +117,7 @@ class ResponseShape(Shape):
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
         head, params = accepted.head("resp_"), accepted.ask.params[0]
         self._id, self._warnings = head.id.removeprefix("resp_"), accepted.served.reading.warnings
-        self._spelling = Spelling.of(accepted.served.llm.tokenizer)
+        self._spelling = None if params.logprobs is None else Spelling.of(accepted.served.llm.tokenizer)
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
         self._num_events, self._index = 0, -1  # index of the open item
         self._open: OutputItem | None = None
@@ -159,8 +160,7 @@ class ResponseShape(Shape):
         if result.reasoning is not None:
             found.append(self._reasoning("completed", [ReasoningPart(result.reasoning)]))
         if result.text or not (result.reasoning or result.tool_calls):
-            logprobs = self._entries(result.logprobs or (), result.finish_reason)
-            found.append(self._message("completed", [OutputTextPart(result.text, [], logprobs)]))
+            found.append(self._message("completed", [OutputTextPart(result.text, [], self._entries(result))]))
         found += [self._call("completed", index, call) for index, call in enumerate(result.tool_calls)]
         found[-1].status = status
         return found
@@ -177,8 +177,8 @@ class ResponseShape(Shape):
             found.name, found.namespace = call.name.removeprefix(name_in(namespace, "")), namespace
         return found
 
-    def _entries(self, logprobs: Sequence[TokenLogprob], finish_reason: FinishReason | None) -> list[Json]:
-        entries = self._spelling.chat_entries(logprobs, finish_reason)
+    def _entries(self, scored: Scored) -> list[Json]:
+        entries = [] if self._spelling is None else self._spelling.chat_entries(scored)
         for entry in (each for outer in entries for each in (outer, *outer["top_logprobs"])):
             entry["bytes"] = entry["bytes"] or []  # the Responses API allows no null here
         return entries
@@ -194,7 +194,7 @@ class ResponseShape(Shape):
     def fail(self, error: ApiError) -> bytes:
         told = {"code": "server_error", "message": error.message}
         failed = self._event("response.failed", response=self._begun(status="failed", error=told, output=[]))
-        return event(msgspec.json.encode(failed), failed["type"])
+        return event(failed)
 
     def _deltas(self, part: Delta) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
@@ -204,7 +204,7 @@ class ResponseShape(Shape):
             if isinstance(delta, ReasoningDelta):
                 found += self._begin(self._reasoning("in_progress", []))
                 found.append(self._delta("response.reasoning_text.delta", delta.text, content_index=0))
-        entries = self._entries(part.logprobs, part.finish_reason)
+        entries = self._entries(part)
         if part.text or (entries and not deltas):
             found += self._begin(self._message("in_progress", []))
             self._logprobs += entries

@@ -11,7 +11,6 @@ from functools import partial
 from math import inf
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
@@ -20,7 +19,7 @@ from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.answers import Count, Output
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import LINES, line
+from infer.serving.protocols.events import LINES, event
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.ollama.ask import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaModelBody
 from infer.serving.protocols.ollama.events import (
@@ -101,7 +100,7 @@ def _name_to_fetch(model: str, known: Collection[str]) -> str | None:
 
 async def _progress(name: str | None) -> AsyncGenerator[bytes, None]:
     """Yield the states of a download until its end, each as a line. Raises the errors of `fetch`."""
-    yield _line(OllamaStatus(status="pulling manifest"))
+    yield event(OllamaStatus(status="pulling manifest"), LINES)
     if name is not None:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
         has_left = threading.Event()
@@ -110,7 +109,7 @@ async def _progress(name: str | None) -> AsyncGenerator[bytes, None]:
             if has_left.is_set():
                 raise InferError(f"the download of {name} was cancelled")
             status = OllamaStatus(status=f"pulling {name}", digest=name, total=total, completed=num_done)
-            loop.call_soon_threadsafe(arrived.put_nowait, _line(status))
+            loop.call_soon_threadsafe(arrived.put_nowait, event(status, LINES))
 
         fetching = asyncio.create_task(asyncio.to_thread(fetch, name, report))
         fetching.add_done_callback(lambda task: arrived.put_nowait(None))
@@ -121,11 +120,7 @@ async def _progress(name: str | None) -> AsyncGenerator[bytes, None]:
         finally:
             has_left.set()
             fetching.add_done_callback(lambda task: task.cancelled() or task.exception())
-    yield _line(_SUCCESS)
-
-
-def _line(status: OllamaStatus) -> bytes:
-    return line(msgspec.json.encode(status))
+    yield event(_SUCCESS, LINES)
 
 
 async def _last_of(lines: AsyncGenerator[bytes, None]) -> None:

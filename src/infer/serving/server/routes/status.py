@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -175,7 +174,7 @@ async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGe
         what_counts = snapshot.num_steps, len(snapshot.sequences), snapshot.pools
         if what_counts != last:
             last = what_counts
-            yield event(msgspec.json.encode(seen_by(tenant, snapshot.to_json())))
+            yield event(seen_by(tenant, snapshot.to_json()))
         await asyncio.sleep(seconds)
 
 

@@ -57,7 +57,7 @@ class DoorSimulation:
             told = int(refused.headers["retry-after-ms"]) / 1000
             self.told[request].append(told)
             return told if len(self.told[request]) <= self.num_retries else inf
-        entry.submit()  # from now on, the request is in the engine
+        entry.num_submitted += 1  # from now on, the request is in the engine
         self.door.leave(entry)
         self.taken_at[request], self.entries[request] = self.life.now, entry
         return None

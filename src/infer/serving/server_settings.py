@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, final
 
 from infer.compute.operands.limits import GPU_STEP, HOST_STEP
 from infer.engine.step.scheduler import GAP_SECONDS
+from infer.errors import InvalidRequestError
 from infer.parameters import ANY, Number, Size, Whole, parameter
 
 UnknownFields = Literal["warn", "refuse", "ignore"]
@@ -94,3 +95,29 @@ class ServerSettings:
         """The settings of a process behind the one that talks to clients, which checks keys, origins and bodies."""
         none: dict[str, Any] = {"api_keys": {}, "cors_origins": (), "tls_cert": None, "tls_key": None}
         return replace(self, **none, is_child=True, max_body_bytes=1 << 60)
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Return the names by key.
+
+    A line is a key, or a name and a key; text after # is a comment. Raises InvalidRequestError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
+        raise InvalidRequestError(f"the file {path} of API keys cannot be read: {reason}") from error
+    names = dict[str, str]()
+    for number, line in enumerate(lines, 1):
+        match line.partition("#")[0].split():
+            case []:
+                continue
+            case [key]:
+                names[key] = f"key-{len(names) + 1}"
+            case [name, key]:
+                names[key] = name
+            case _:
+                raise InvalidRequestError(f"{path}, line {number}: a line must be a key, or a name and a key")
+    if not names:
+        raise InvalidRequestError(f"the file {path} contains no key: write one key per line")
+    return names

@@ -31,7 +31,7 @@ from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPr
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import make_app
-from infer.serving.server.call import FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, put_call, unpack
+from infer.serving.server.call import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, unpack
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
@@ -106,7 +106,7 @@ async def until_gone() -> Message:
 def scope_of(headers: Sequence[tuple[bytes, bytes]] = ()) -> Any:
     scope = {"type": "http", "method": "POST", "raw_path": b"/v1/completions", "query_string": b"a=1",
              "headers": list(headers)}  # fmt: skip
-    put_call(scope, Call("req-1", None, "POST", key_name="ann"))
+    scope[CALL] = Call(None, "POST", "req-1", key_name="ann")
     return scope
 
 

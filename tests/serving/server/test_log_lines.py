@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from idle import until
-from infer.serving.server.access_log import MOST_LINES, LogLines
+from infer.serving.server.metrics import MOST_LINES, LogLines
 from infer.serving.server.process import load_model
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings

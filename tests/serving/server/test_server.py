@@ -25,10 +25,9 @@ from cases import cases
 from idle import until
 from infer import LLM, InvalidRequestError
 from infer.serving.protocols.events import event
-from infer.serving.server.app import read_keys
 from infer.serving.server.metrics import Tally
 from infer.serving.server.process import bind, check_certificate
-from infer.serving.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings, read_keys
 from openai_shapes import check
 from raw_http import Connection, post
 from served import Served, served_model, serving

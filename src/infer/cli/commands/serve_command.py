@@ -30,11 +30,10 @@ from infer.serving.distributed.replica import await_turn
 from infer.serving.distributed.shelf import ShelfWork
 from infer.serving.distributed.shelf_front import run_shelf
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
-from infer.serving.server.access_log import LogLines
-from infer.serving.server.app import read_keys
+from infer.serving.server.metrics import LogLines
 from infer.serving.server.process import OnProgress, OnReady, bind, check_certificate, run_server, warmed
 from infer.serving.server.server_state import ServerState
-from infer.serving.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings, read_keys
 from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import default_num_threads, num_processors, take_cores
 from infer.system.spellings import plain_name

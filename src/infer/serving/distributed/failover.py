@@ -162,7 +162,7 @@ class Failover:
         target: bytes = scope["raw_path"] + (b"?" + query if query else b"")
         packed = pack(self._sent) if self._sent else b""
         kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON]
-        own = [(b"x-request-id", call.shown_id.encode()), *call.handed_on(len(packed), load_seconds)]
+        own = [(b"x-request-id", (call.client_id or call.id).encode()), *call.handed_on(len(packed), load_seconds)]
         return request_bytes(self._request.method, target, [*kept, *own], packed + self._asked.content)
 
 

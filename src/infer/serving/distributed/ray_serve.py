@@ -28,11 +28,11 @@ from infer.serving.distributed.exchange import Exchange, ReplicaFailedError
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.server.app import make_app, read_keys
+from infer.serving.server.app import make_app
 from infer.serving.server.process import load_model, make_http_server, warmed
 from infer.serving.server.routes.status import is_alive
 from infer.serving.server.server_state import ServerState
-from infer.serving.server_settings import ServerSettings
+from infer.serving.server_settings import ServerSettings, read_keys
 from infer.system.cores import take_cores
 
 _READ_BYTES = 2**16

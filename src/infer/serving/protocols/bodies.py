@@ -206,7 +206,7 @@ class OutputRefusal(Struct, tag_field="type", tag="refusal", kw_only=True):
 
 def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
     """Return the messages that `complete` makes. For the user's last message, it is called with `is_last`."""
-    messages = [with_role(each) for each in messages]
+    messages = [*map(with_role, messages)]
     last = last_user(messages)
     return [
         complete(each, f"messages[{index}]", reading, is_last=index == last) if isinstance(each, dict) else each

@@ -1,5 +1,7 @@
 """The ASGI app: the table of all paths, and the layers that each request passes before its handler.
 
+The first layer gives every request a `Call`, sets the ids of its answer, and logs and counts it at its end.
+
 A row of the table says path, method, body and answer of a route, and if it needs no key. A path is looked up once, for
 the key, the handler, and the messages of 404 and 405.
 
@@ -11,23 +13,25 @@ could then read every answer as one of its own origin.
 import difflib
 import hashlib
 import hmac
+import json
+import logging
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 
-from starlette.datastructures import Headers
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.errors import InvalidRequestError
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import ErrorShape
-from infer.serving.server.access_log import with_calls
-from infer.serving.server.call import call_of
+from infer.serving.server.call import CALL, FINGERPRINT_HEADER, Call, call_of
 from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response, refusal_of
+from infer.serving.server.metrics import entry_of
 from infer.serving.server.routes import (
     answer_trace,
     ollama,
@@ -45,6 +49,10 @@ from infer.serving.server_settings import ServerSettings
 _MODULES = (status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files)
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)
+log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
+_MOST_HEADER = 2048  # characters
+_MOST_PATHS = 256  # whose routes are kept
+_CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 
 
@@ -79,14 +87,76 @@ def make_app(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> ASGIApp:
     return with_calls(app, state)
 
 
+def with_calls(app: ASGIApp, state: ServerState) -> ASGIApp:
+    """Return the app with a call per request. A child process receives ids and names of keys from its parent.
+
+    A valid id that the client sends is returned to it, and logged next to the server's own id.
+    """
+
+    async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # an application of Ray also hears of its lifespan
+            return
+        headers = Headers(scope=scope)
+        asked = headers.get("x-request-id", "")
+        call = Call(asked if _CLEAN.fullmatch(asked) else None, scope["method"])
+        if state.settings.is_child:
+            call.take_over(headers)
+        scope[CALL] = call
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = call.client_id or call.id
+                if state.settings.is_child and state.loaded is not None:
+                    headers[FINGERPRINT_HEADER] = state.loaded.llm.system_fingerprint
+                if call.warnings:
+                    headers["x-infer-warnings"] = _as_header(call.warnings)
+            await send(message)
+
+        state.calls.add(call)
+        try:
+            await app(scope, receive, send_with_id)
+        finally:
+            state.calls.discard(call)
+            if call.entry is not None:
+                state.door.leave(call.entry)
+            if not (call.is_forwarded or call.is_probe):
+                count_call(state, call)
+
+    return call_app
+
+
+def _as_header(warnings: Sequence[str]) -> str:
+    """Return the first warnings as a JSON list in ASCII, short enough for every proxy."""
+    for count in range(len(warnings), 0, -1):
+        if len(found := json.dumps(warnings[:count])) <= _MOST_HEADER:
+            return found
+    return "[]"
+
+
+def count_call(state: ServerState, call: Call) -> None:
+    """Log the call, learn from it, and count it. If one of these fails, the others are still done."""
+    for note in (_log, state.learn, state.metrics.count_call):
+        try:
+            note(call)
+        except Exception:
+            server_log.exception("request %s cannot be counted", call.id)
+
+
+def _log(call: Call) -> None:
+    if log.isEnabledFor(logging.INFO):
+        log.info(msgspec.json.encode(entry_of(call)).decode())
+
+
 def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
     """Return the app of the routes, for requests that may enter. The name of a request's key is stored in its call."""
     rows = [Endpoint(each, state) for each in table]
-    guard = make_guard(state.settings)
+    guard, find = make_guard(state.settings), lru_cache(_MOST_PATHS)(partial(_find, rows))
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
         call = call_of(HTTPConnection(scope))
-        path, found = _find(rows, scope["path"].removeprefix(scope.get("root_path", "")))
+        path, found = find(scope["path"].removeprefix(scope.get("root_path", "")))
         row = next((each for each in found if scope["method"] in each.methods), None)
         try:
             name = guard(Headers(scope=scope), any(each.route.is_open for each in found))
@@ -180,32 +250,6 @@ def make_guard(settings: ServerSettings) -> Callable[[Headers, bool], str]:
     return check
 
 
-def read_keys(path: Path) -> dict[str, str]:
-    """Return the names by key.
-
-    A line is a key, or a name and a key; text after # is a comment. Raises InvalidRequestError.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
-        raise InvalidRequestError(f"the file {path} of API keys cannot be read: {reason}") from error
-    names = dict[str, str]()
-    for number, line in enumerate(lines, 1):
-        match line.partition("#")[0].split():
-            case []:
-                continue
-            case [key]:
-                names[key] = f"key-{len(names) + 1}"
-            case [name, key]:
-                names[key] = name
-            case _:
-                raise InvalidRequestError(f"{path}, line {number}: a line must be a key, or a name and a key")
-    if not names:
-        raise InvalidRequestError(f"the file {path} contains no key: write one key per line")
-    return names
-
-
 def _key_of(headers: Headers) -> str:
     """Return the key as OpenAI's clients send it (Authorization: Bearer), else as Anthropic's do (x-api-key)."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -221,6 +265,7 @@ def _plain(name: str) -> str:
     return name.strip().lower().rstrip(".")
 
 
+@lru_cache(_MOST_PATHS)
 def _is_local(name: str) -> bool:
     """Return True for names that no DNS server answers, and for a request of HTTP/1.0 without a name."""
     return not name or name == "localhost" or name.endswith(".localhost") or _address_of(name) is not None

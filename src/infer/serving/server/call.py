@@ -7,6 +7,7 @@ these tokens with the request (`pack`). They are then given, not sampled, and co
 """
 
 import base64
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,11 @@ from typing import Any, NamedTuple, final
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
-from starlette.types import Scope
 
 from infer.outputs import GenerationResult, Piece, TokenLogprob
 from infer.serving.server.door import Entry
 
-_KEY = "infer.call"
+CALL = "infer.call"  # the key of a scope that has the call of its request
 NO_ROUTE = "none"
 # Headers of a request from the process that clients talk to: the name of the client's key, the call's id and its time,
 # the number of bytes before the body that describe the part of the stream already sent, and the seconds that the
@@ -82,9 +82,9 @@ def given_to(choice: int, parts: Sequence[SentPart]) -> tuple[list[int], list[To
 class Call:
     """One HTTP request. `id` is the server's own; clients see it as `x-request-id` unless they sent one."""
 
-    id: str
     client_id: str | None  # the `x-request-id` that was sent
     method: str
+    id: str = field(default_factory=lambda: f"req-{secrets.token_hex(12)}")
     route: str = NO_ROUTE  # the path in the table of routes
     received_at: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -97,7 +97,8 @@ class Call:
     phase: str = "received"  # what is done for it now
     left_in: str = ""  # the phase in which the client disconnected
     warnings: list[str] = field(default_factory=list)  # about the request's body; the answer contains them
-    streams: list[Any] = field(default_factory=list)  # `requests.stream.AsyncStream`
+    streams: list[Any] = field(default_factory=list)  # `requests.stream.AsyncStream` of each answer in the queue
+    sequences: list[Any] = field(default_factory=list)  # their `step.sequence.Sequence`
     is_forwarded: bool = False  # sent on to the engine's process, which counts and logs it
     is_probe: bool = False  # sent by the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream has notes, with which another process can continue it
@@ -111,15 +112,6 @@ class Call:
         """Seconds since the server received the request, including its wait for the model to be loaded."""
         return self.load_seconds + time.perf_counter() - self.received_at
 
-    @property
-    def shown_id(self) -> str:
-        return self.client_id or self.id
-
-    @property
-    def sequences(self) -> list[Any]:
-        """The `step.sequence.Sequence` of each answer."""
-        return [stream.sequence for stream in self.streams]
-
     @cached_property
     def results(self) -> list[GenerationResult]:
         """The results of the answers, including cancelled ones. Read it only after the call has ended."""
@@ -128,9 +120,10 @@ class Call:
     def add(self, stream: Any) -> None:
         """Note one more answer, which is now in the queue."""
         self.streams.append(stream)
+        self.sequences.append(stream.sequence)
         self.phase = "answering"
         if self.entry is not None:
-            self.entry.submit()
+            self.entry.num_submitted += 1
 
     def handed_on(self, num_sent_bytes: int, load_seconds: float) -> list[tuple[bytes, bytes]]:
         """Return the headers by which another process takes this call over."""
@@ -157,16 +150,12 @@ class Call:
 
     def cancel_waiting(self) -> None:
         """Cancel the answers of the call that have not begun."""
-        for stream in self.streams:
-            if not (stream.sequence.has_slot or stream.sequence.pieces):
+        for stream, sequence in zip(self.streams, self.sequences, strict=True):
+            if not (sequence.has_slot or sequence.pieces):
                 stream.cancel()
 
 
 def call_of(connection: HTTPConnection) -> Call:
     """Return the call of a request that goes through the server's app."""
-    call: Call = connection.scope[_KEY]
+    call: Call = connection.scope[CALL]
     return call
-
-
-def put_call(scope: Scope, call: Call) -> None:
-    scope[_KEY] = call

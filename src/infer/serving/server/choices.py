@@ -41,11 +41,7 @@ class Choices:
         self._call, self._state, self._is_answered = request.call, request.server, is_answered
         self._streams, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
         self._has_begun = set[int]()
-
-    @property
-    def firsts(self) -> list[Any]:
-        """The `step.sequence.Sequence` of the first choice of each prompt."""
-        return [stream.sequence for stream in self._streams[:: self._size]]
+        self.firsts = [streams[0].sequence for streams in groups]  # of the first choice of each prompt
 
     async def begin(self) -> None:
         """Put the first choice of each prompt into the queue."""

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, final
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.server.access_log import new_id
 from infer.serving.server.call import Call
 from infer.serving.server_settings import ServerSettings
 
-_KEY = "infer.connection"
+CONNECTION = "infer.connection"  # the key of a scope that has its connection
 _LINGER_SECONDS = 1.0  # bytes that arrive after a refusal are dropped; an immediate close could hide the answer
 _UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name
 _FIELD_BYTES = 4  # ": " and the end of the line
@@ -68,7 +66,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_head, self._num_fields, self._num_head_bytes, self._num_fed_bytes = True, 0, 0, 0
         self._time_head()
         scope: Any = self.scope
-        scope[_KEY] = self
+        scope[CONNECTION] = self
 
     def on_url(self, url: bytes) -> None:
         self._num_head_bytes += len(url)
@@ -155,7 +153,7 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # tells the app that the client has disconnected
             self.cycle.message_event.set()
-        call = Call(new_id(), None, _UNKNOWN_METHOD, status=error.status, error_code=error.code or "")
+        call = Call(None, _UNKNOWN_METHOD, status=error.status, error_code=error.code or "")
         if self._has_heard and not self._is_answering:  # the app counts its answers; browsers open spare connections
             self._on_refusal(call)
         headers = {"Content-Type": "application/json", "Content-Length": len(error.body), "Connection": "close"}
@@ -234,9 +232,3 @@ class Connection(HttpToolsProtocol):
             self._unsent_since = now
         elif now - self._unsent_since > self._settings.reader_seconds:
             self.transport.abort()
-
-
-async def has_stalled(scope: Scope) -> bool:
-    """Return True if the client takes no bytes. See `Connection.has_stalled`."""
-    connection: Connection | None = scope.get(_KEY)
-    return connection is not None and await connection.has_stalled()

@@ -167,16 +167,12 @@ def retry_headers(seconds: float) -> dict[str, str]:
 @final
 @dataclass(eq=False)
 class Entry:
-    """An accepted request. Its sequences count until the engine has them."""
+    """An accepted request. Its sequences count until the engine has them: the first ones of the prompts come first."""
 
     door: "Door"
     arrival: Arrival
     predicted: float  # seconds until its first token, according to the engine's cost model
-    num_submitted: int = 0
-
-    def submit(self) -> None:
-        """Count one sequence less: the engine has it now. The first choices of the prompts are submitted first."""
-        self.num_submitted += 1
+    num_submitted: int = 0  # sequences that the engine has
 
     def add_to(self, load: Load) -> None:
         """Count the sequences that the engine does not have yet."""

@@ -30,7 +30,7 @@ from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.call import FAILED, Call, call_of, unpack
-from infer.serving.server.connection import has_stalled
+from infer.serving.server.connection import CONNECTION
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
@@ -222,11 +222,11 @@ def text_tokens(value: Any) -> int:
         case str():
             return -(-len(value.encode(errors="replace")) // _BYTES_PER_TOKEN)
         case dict():
-            return sum(text_tokens(key) + text_tokens(each) for key, each in value.items())
+            return sum(map(text_tokens, (*value, *value.values())))
         case list() | tuple():
             if set(map(type, value)) == {int}:  # the ids of a prompt
                 return len(value)
-            return sum(1 if type(each) is int else text_tokens(each) for each in value)
+            return [*map(type, value)].count(int) + sum(map(text_tokens, value))
     return 0
 
 
@@ -268,11 +268,11 @@ def _check_type(request: Request) -> None:
         message = f"Content-Encoding must be identity, got {coding!r:.60}: send the body uncompressed"
         raise ApiError(415, message, code="unsupported_media_type")
     sent = request.headers.get("content-type", "")
-    if sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS):
+    if sent == JSON or (sent in _CURLS and not any(name in request.headers for name in _OF_BROWSERS)):
         return
     kind, *parameters = (part.strip().lower() for part in sent.split(";"))
     charsets = {part.partition("=")[2].strip('"') for part in parameters if part.startswith("charset=")}
-    if kind != "application/json" or charsets - _CHARSETS:
+    if kind != JSON or charsets - _CHARSETS:
         given = f"got {sent!r:.60}" if sent else "got none"
         message = f"Content-Type must be application/json, in UTF-8, {given}"
         raise ApiError(415, message, code="unsupported_media_type")
@@ -311,8 +311,7 @@ class EventStream(StreamingResponse):
         call = call_of(request)
         call.phase = "streaming"
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        works = (self._write(request, send), until_gone(request), self._comment(send))
-        tasks = [asyncio.create_task(work) for work in works]
+        tasks = [*map(asyncio.create_task, (self._write(request, send), until_gone(request), self._comment(send)))]
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
@@ -330,7 +329,7 @@ class EventStream(StreamingResponse):
                 self._num_sent += 1
                 noted, notes[:] = b"".join((*notes, chunk)), []
                 await send({"type": "http.response.body", "body": noted, "more_body": True})
-                if await has_stalled(request.scope):
+                if (connection := request.scope.get(CONNECTION)) is not None and await connection.has_stalled():
                     await self._events.aclose()
                     raise ApiError(408, "the answer was ended because its reader was too slow", code="slow_reader")
             last = b""

@@ -1,7 +1,11 @@
-"""Counters and histograms, named as vLLM's after the prefix `infer:`.
+"""Counters and histograms, named as vLLM's after the prefix `infer:`, and the lines of the access log.
 
 Requests are counted when they end; steps are counted from the engine's log. `prometheus_client` takes 0.08 s to import,
 so functions import it: the server listens before.
+
+The access log has one JSON line per request, written at its end, with OpenTelemetry's names. It never contains the text
+of a prompt or an answer. Lines of a log leave through a bounded queue and a thread, so that a reader of the log that
+stalls stops nothing else.
 """
 
 import json
@@ -11,11 +15,17 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate, pairwise
+from logging.handlers import QueueHandler
 from operator import attrgetter
+from os import write
+from queue import Full, Queue
+from select import select
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any, final
+from typing import Any, TextIO, final
 
 import infer
 from infer.engine.step.scheduler import StepTaken
@@ -27,6 +37,8 @@ _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _INFER_NAME = re.compile(r"^(# \w+ )?infer:(\w+)({)?", re.MULTILINE)
+MOST_LINES = 10_000  # of a log, which wait for its reader
+_FLUSH_SECONDS = 1.0
 _SLOTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _SUMS = (  # over the results of all answers: name, help, and the attribute of a result
     ("infer:prompt_tokens_total", "Tokens of prompts.", "prompt_tokens"),
@@ -242,3 +254,85 @@ def _settings_families(host: Any) -> Iterator[Any]:
     info = GaugeMetricFamily("infer:cache_config_info", "How keys and values are stored, as labels.", labels=[*labels])
     info.add_metric([*labels.values()], 1)
     yield info
+
+
+def entry_of(call: Call) -> dict[str, Any]:
+    """Return the line of a request in the access log."""
+    entry: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "http.request.method": call.method,
+        "http.route": call.route,
+        "http.response.status_code": call.status or 499,
+        "http.server.request.duration": round(time.perf_counter() - call.received_at, 6),
+        "infer.request.id": call.id,
+    }
+    optional = {
+        "infer.request.client_id": call.client_id,
+        "enduser.id": call.key_name,
+        "error.type": call.error_code,
+        "infer.disconnect_phase": call.left_in,
+    }
+    entry |= {name: value for name, value in optional.items() if value}
+    return entry | (_answers(call) if call.sequences else {})
+
+
+def _answers(call: Call) -> dict[str, Any]:
+    results = call.results
+    arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
+    began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
+    entry = {
+        "gen_ai.operation.name": call.operation,
+        "gen_ai.request.model": call.model,
+        "gen_ai.usage.input_tokens": results[0].prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(result.generated_tokens for result in results),
+        "gen_ai.usage.cache_read.input_tokens": results[0].reused_tokens,
+        "gen_ai.response.finish_reasons": [result.finish_reason for result in results],
+    }
+    if results[0].disk_tokens:
+        entry["infer.usage.disk_read.input_tokens"] = results[0].disk_tokens
+    if began:
+        entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
+    if arrivals:
+        entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
+    return entry
+
+
+@final
+class LogLines(QueueHandler):
+    """Writes whole lines to a stream. Lines beyond `MOST_LINES` unwritten ones are dropped, and the next line says so.
+
+    At the end of the process, `logging` flushes the handler, which waits for at most a second.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._lines = Queue[str](MOST_LINES)
+        super().__init__(self._lines)
+        # Not through the stream: the end of the process would wait for the lock of its buffer.
+        self._descriptor, self._encoding = stream.fileno(), stream.encoding
+        self._num_dropped = 0
+        Thread(target=self._write, name="infer-log", daemon=True).start()
+
+    prepare = QueueHandler.format
+
+    def enqueue(self, line: Any) -> None:
+        notice = f"{self._num_dropped} lines of the log were dropped: its reader is too slow\n"
+        try:
+            self._lines.put_nowait(f"{notice if self._num_dropped else ''}{line}\n")
+            self._num_dropped = 0
+        except Full:
+            self._num_dropped += 1
+
+    def flush(self) -> None:
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)
+
+    def _write(self) -> None:
+        while True:
+            content = self._lines.get().encode(self._encoding, "backslashreplace")
+            with suppress(OSError):  # the reader has closed the pipe
+                while content:
+                    try:
+                        content = content[write(self._descriptor, content) :]
+                    except BlockingIOError:  # another process made the pipe non-blocking
+                        select([], [self._descriptor], [])
+            self._lines.task_done()

@@ -30,8 +30,7 @@ import uvicorn
 
 import infer
 from infer.errors import InferError, InvalidRequestError
-from infer.serving.server.access_log import count_call
-from infer.serving.server.app import ROUTES, make_app
+from infer.serving.server.app import ROUTES, count_call, make_app
 from infer.serving.server.connection import Connection
 from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.server_state import ServerState

@@ -135,6 +135,14 @@ class ServerState:
         if self.loaded is not None:
             self.loaded.host.limit(self.settings.slots, self.settings.step_ms / 1000)
 
+    def learn(self, call: Call) -> None:
+        """Learn the lengths of answers and the length of a wait from a request that has ended."""
+        for sequence in call.sequences:
+            self.door.lengths.learn(call.key_name, len(sequence.pieces))
+        if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
+            waited = arrivals[0] - call.sequences[0].submitted_at
+            self.door.wait_ratio.learn(call.entry.predicted, waited)
+
     def drain(self) -> None:
         """Accept no more requests. Running answers continue, and waiting ones are cancelled."""
         self.phase = "draining"

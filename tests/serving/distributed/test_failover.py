@@ -31,7 +31,7 @@ from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPr
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import make_app
-from infer.serving.server.call import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, unpack
+from infer.serving.server.connection import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, unpack
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS

@@ -8,7 +8,7 @@ import pytest
 from extent import usual_or_all
 from infer.engine.step.sequence import Lease, Sequence
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.server.call import NOTE, SentPart, pack, read_note
+from infer.serving.server.connection import NOTE, SentPart, pack, read_note
 from served import Served
 from shapes import SOURCE
 

@@ -1,7 +1,7 @@
 """An answer that survives the death of its replica.
 
 If a replica dies, hangs, or reports that its engine has failed, the request is sent to another one. It includes the
-parts of the stream that the client has (`server.call`). The events are repeated byte by byte, and those that were
+parts of the stream that the client has (`server.connection`). The events are repeated byte by byte, and those that were
 sent are dropped. An answer that is not a stream is requested again from its beginning. If the model's files were
 replaced meanwhile, no stream is continued: its parts would be of two models.
 """
@@ -27,7 +27,7 @@ from infer.serving.distributed.exchange import (
 from infer.serving.distributed.router import RoutedBody
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
-from infer.serving.server.call import (
+from infer.serving.server.connection import (
     FAILED,
     FINGERPRINT_HEADER,
     HANDED_HEADERS,

@@ -14,7 +14,7 @@ from infer.serving.distributed.failover import BeginExchange, Failover
 from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.router import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
-from infer.serving.server.call import call_of
+from infer.serving.server.connection import call_of
 from infer.serving.server.endpoint import ApiRequest, ApiRoute, read_apart
 from infer.serving.server.process import Life, ServerProcess
 from infer.serving.server.routes.status import health, metrics_response, ready

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import ErrorShape
-from infer.serving.server.call import CALL, FINGERPRINT_HEADER, Call, call_of
+from infer.serving.server.connection import CALL, FINGERPRINT_HEADER, Call, call_of
 from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response, refusal_of
 from infer.serving.server.metrics import entry_of
 from infer.serving.server.routes import (

@@ -20,7 +20,7 @@ from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, event, with_warnings
 from infer.serving.protocols.fields import Reading
-from infer.serving.server.call import Call, given_to, note_of
+from infer.serving.server.connection import Call, given_to, note_of
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import (
     ApiRequest,

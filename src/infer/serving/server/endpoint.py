@@ -29,8 +29,7 @@ from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_erro
 from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
-from infer.serving.server.call import FAILED, Call, call_of, unpack
-from infer.serving.server.connection import CONNECTION
+from infer.serving.server.connection import CONNECTION, FAILED, Call, call_of, unpack
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings

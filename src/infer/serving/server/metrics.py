@@ -30,7 +30,7 @@ from typing import Any, TextIO, final
 import infer
 from infer.engine.step.scheduler import StepTaken
 from infer.outputs import GenerationResult
-from infer.serving.server.call import Call
+from infer.serving.server.connection import Call
 
 _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60)

@@ -19,7 +19,7 @@ from infer.engine.step.scheduler import StepTaken
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.server.call import Call
+from infer.serving.server.connection import Call
 from infer.serving.server.door import Door, Load, RemainingWork, retry_headers
 from infer.serving.server.metrics import Metrics
 from infer.serving.server_settings import ServerSettings

@@ -29,9 +29,9 @@ from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPrompt, read_routed, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
-from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.app import make_app
 from infer.serving.server.connection import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, unpack
+from infer.serving.server.endpoint import get
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
@@ -123,7 +123,7 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
     async def run() -> None:
         asked = RoutedBody(b"{}", RoutedPrompt(0), is_repeatable)
         exchange = partial(lives.exchange, asked.prompt)
-        response = await Failover(Request(scope, until_gone), asked, exchange, ErrorShape.failure).response()
+        response = await Failover(Request(scope, until_gone), get("/", until_gone), asked, exchange).response()
         await response(scope, until_gone, keep)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))

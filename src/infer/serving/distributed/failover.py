@@ -37,10 +37,9 @@ from infer.serving.server.connection import (
     pack,
     read_note,
 )
-from infer.serving.server.endpoint import EventStream, while_connected
+from infer.serving.server.endpoint import ApiRoute, EventStream, while_connected
 
 BeginExchange = Callable[[], AbstractAsyncContextManager[Exchange]]  # raises GoneError if the replica dies
-Fail = Callable[[ApiError], bytes]
 _MOST_DEATHS = 2  # without a new event for the client between them, because the request may be the cause
 _FAILED_CODES = (ENGINE_FAILED, "failed")  # sent by a process whose engine has failed, and which is about to end
 _NOT_HANDED_ON = HOP_BY_HOP | {
@@ -54,13 +53,10 @@ _DIED = ApiError(
 
 @final
 class Failover:
-    """One request. `exchange` begins an exchange with a replica that is ready.
+    """One request to a route. `exchange` begins an exchange with a replica that is ready."""
 
-    `fail` returns the last bytes of a stream that no replica can continue.
-    """
-
-    def __init__(self, request: Request, asked: RoutedBody, exchange: BeginExchange, fail: Fail) -> None:
-        self._request, self._asked, self._exchange, self._fail = request, asked, exchange, fail
+    def __init__(self, request: Request, route: ApiRoute, asked: RoutedBody, exchange: BeginExchange) -> None:
+        self._request, self._shape, self._asked, self._exchange = request, route.shape, asked, exchange
         self._call = call_of(request)
         self._noted = list[SentPart]()  # parts whose events come next
         self._sent = list[SentPart]()  # parts of which the client has an event
@@ -89,8 +85,9 @@ class Failover:
         return response
 
     def _give_up(self, error: ApiError) -> bytes:
+        """Return the last bytes of a stream that no replica can continue."""
         self._call.is_forwarded = False
-        return self._fail(error)
+        return self._shape.failure(error)
 
     async def _begin(self, answer: AsyncGenerator[bytes, None]) -> ResponseHead:
         await anext(answer)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.serving.distributed.exchange import Exchanges
-from infer.serving.distributed.failover import BeginExchange, Failover
+from infer.serving.distributed.failover import Failover
 from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.router import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
@@ -53,11 +53,6 @@ def follow(state: ServerState, replicas: Replicas) -> None:
         state.phase = "ready" if replicas.is_ready else "loading"
 
 
-async def hand_on(request: Request, route: ApiRoute, asked: RoutedBody, exchange: BeginExchange) -> Response:
-    """Return the answer of a replica."""
-    return await Failover(request, asked, exchange, route.shape.failure).response()
-
-
 async def read_body(request: Request, route: ApiRoute) -> RoutedBody:
     """Return the body of a request to a route. Raises BodyError."""
     session = next((request.headers[name] for name in _SESSION_HEADERS if name in request.headers), "")
@@ -85,7 +80,7 @@ class Front:
     async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response:
         request.server.check_ready()
         asked = await read_body(request, route)
-        return await hand_on(request, route, asked, partial(self._replicas.exchange, asked.prompt))
+        return await Failover(request, route, asked, partial(self._replicas.exchange, asked.prompt)).response()
 
     async def _ready(self, request: ApiRequest) -> Response:
         """Return the answer of a replica that is ready, or of another one if none is."""

@@ -14,7 +14,8 @@ from typing import final
 from starlette.responses import Response
 
 from infer.errors import InferError
-from infer.serving.distributed.front import hand_on, read_body, serve_front
+from infer.serving.distributed.failover import Failover
+from infer.serving.distributed.front import read_body, serve_front
 from infer.serving.distributed.replica import answers_of
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of
@@ -24,6 +25,7 @@ from infer.serving.protocols.ollama.ask import MOST_SECONDS, OllamaModelBody, se
 from infer.serving.protocols.ollama.events import (
     LoadedModel,
     OllamaModels,
+    OllamaOutput,
     OllamaShape,
     listed,
     time_text,
@@ -102,7 +104,7 @@ class ShelfFront:
         ]
         return [*table, *changes, *description_routes([*handed_on, *changes])]
 
-    async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response:
+    async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response | OllamaOutput:
         """Forward a request.
 
         One of Ollama's without a prompt only loads its model, or unloads it if its `keep_alive` is 0.
@@ -115,42 +117,39 @@ class ShelfFront:
         if route.path == _EVENTS:
             if model.phase != "loaded" or model.replica is None:
                 raise ApiError(503, f"the model {model.name!r:.80} is not loaded", code="not_loaded")
-            return await hand_on(request, route, asked, model.replica.exchange)
+            return await Failover(request, route, asked, model.replica.exchange).response()
         seconds = seconds_of(asked.keep_alive) if is_ollama else None
         if only_loads and seconds == 0:
             await self._shelf.unload(model, call.key_name)
             call.model, is_chat = model.name, route.path == "/api/chat"
-            return json_response(without_prompt(model.name, call.created, is_chat=is_chat, is_unloaded=True))
+            return without_prompt(model.name, call.created, is_chat=is_chat, is_unloaded=True)
 
         def keep() -> None:  # not earlier, because the model may be unloaded until then
             if is_ollama:
                 model.idle_seconds, model.idle_tenant = seconds, call.key_name
 
-        return await hand_on(request, route, asked, partial(self._shelf.exchange, model, call.key_name, keep))
+        exchange = partial(self._shelf.exchange, model, call.key_name, keep)
+        return await Failover(request, route, asked, exchange).response()
 
-    async def _list(self, request: ApiRequest) -> Response:
+    async def _list(self, request: ApiRequest) -> ServedModels:
         await self._shelf.look_again()
         await self._shelf.read_headers()
-        models = list(self._shelf.models.values())
-        shown = await asyncio.gather(*(_shown(model, request.server) for model in models))
-        return json_response(ServedModels(shown, allow_pull=request.server.settings.allow_pull))
+        shown = await asyncio.gather(*(_shown(model, request.server) for model in self._shelf.models.values()))
+        return ServedModels(shown, allow_pull=request.server.settings.allow_pull)
 
-    async def _show(self, request: ApiRequest) -> Response:
-        model = await self._shelf.named(request.path_params["id"])
-        return json_response(await _shown(model, request.server))
+    async def _show(self, request: ApiRequest) -> ServedModel:
+        return await _shown(await self._shelf.named(request.path_params["id"]), request.server)
 
-    async def _tags(self, request: ApiRequest) -> Response:
+    async def _tags(self, request: ApiRequest) -> OllamaModels:
         await self._shelf.look_again()
         models = list(self._shelf.models.values())
-        return json_response(OllamaModels([listed(each.name, await facts_of(each.source.path)) for each in models]))
+        return OllamaModels([listed(each.name, await facts_of(each.source.path)) for each in models])
 
-    async def _running(self, request: ApiRequest) -> Response:
-        found = [
-            listed(each.name, await facts_of(each.source.path), self._loaded(each))
-            for each in list(self._shelf.models.values())
-            if each.phase == "loaded"
-        ]
-        return json_response(OllamaModels(found))
+    async def _running(self, request: ApiRequest) -> OllamaModels:
+        models = [each for each in self._shelf.models.values() if each.phase == "loaded"]
+        return OllamaModels(
+            [listed(each.name, await facts_of(each.source.path), self._loaded(each)) for each in models]
+        )
 
     async def _describe(self, request: ApiRequest, body: OllamaModelBody) -> Response:
         model = await self._shelf.named(body.model)
@@ -168,15 +167,15 @@ class ShelfFront:
         idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
         return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
 
-    async def _load(self, request: ApiRequest, body: ModelBody) -> Response:
+    async def _load(self, request: ApiRequest, body: ModelBody) -> ServedModel:
         model = await self._shelf.named(body.model)
         async with self._shelf.admitted(model, request.call.key_name):
-            return json_response(await _shown(model, request.server))
+            return await _shown(model, request.server)
 
-    async def _unload(self, request: ApiRequest, body: ModelBody) -> Response:
+    async def _unload(self, request: ApiRequest, body: ModelBody) -> ServedModel:
         model = await self._shelf.named(body.model)
         await self._shelf.unload(model, request.call.key_name)
-        return json_response(await _shown(model, request.server))
+        return await _shown(model, request.server)
 
     async def _ready(self, request: ApiRequest) -> Response:
         """Answer 503 also if the process of a loaded model does not answer."""

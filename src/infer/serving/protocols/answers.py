@@ -3,7 +3,8 @@
 Encoder and openapi.json read the same Structs. The Structs of one protocol are in its `events`.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import starmap
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
@@ -145,20 +146,14 @@ def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
     )
 
 
-def extension(results: Mapping[int, GenerationResult]) -> Extension:
+def extension(results: Iterable[tuple[int, GenerationResult]]) -> Extension:
     """Return our own facts about the choices with these indices."""
-    facts = [
-        ChoiceFacts(
-            index,
-            result.seed,
-            result.stop_reason,
-            result.timing.ttft_s,
-            result.timing.decode_time_s,
-            result.timing.decode_tokens_per_second,
-        )
-        for index, result in results.items()
-    ]
-    return Extension(choices=facts)
+    return Extension(choices=[*starmap(_facts, results)])
+
+
+def _facts(index: int, result: GenerationResult) -> ChoiceFacts:
+    timing, rate = result.timing, result.timing.decode_tokens_per_second
+    return ChoiceFacts(index, result.seed, result.stop_reason, timing.ttft_s, timing.decode_time_s, rate)
 
 
 def finish_reason_of(result: GenerationResult) -> str:

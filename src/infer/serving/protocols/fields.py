@@ -90,8 +90,11 @@ def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def values_of(body: msgspec.Struct, declared: dict[str, Parameter]) -> dict[str, Any]:
     """Return the values that a body gives, by their declared names."""
-    values = {name: getattr(body, each.body_name or name, None) for name, each in declared.items() if each.bodies}
-    return without_nulls(values)
+    return {
+        name: value
+        for name, each in declared.items()
+        if each.bodies and (value := getattr(body, each.body_name or name, None)) is not None
+    }
 
 
 def _type_of(declared: Parameter) -> Any:

@@ -201,8 +201,9 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
             with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
                 groups.append(await llm.choices(prompt, asked.params, options=options, **(asked.variables or {})))
         choices = Choices(request, groups, is_answered=asked.is_answered)
-        said = [warning for group in groups for warning in group[0].sequence.request.warnings]
-        call.warnings += dict.fromkeys(each for each in said if each not in call.warnings)
+        for warning in chain.from_iterable(sequence.request.warnings for sequence in choices.firsts):
+            if warning not in call.warnings:
+                call.warnings.append(warning)
         if call.sent:
             await llm.host.loop.prepare(lambda check: choices.resume())
         await choices.begin()
@@ -275,7 +276,7 @@ async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[
                 yield event(chunk if delta.result is None else with_warnings(chunk, call.warnings), shape.media_type)
             if delta.result is not None:
                 results[delta.choice] = delta.result
-    for chunk in shape.closing([result for _, result in sorted(results.items())]):
+    for chunk in shape.closing([*map(results.__getitem__, sorted(results))]):
         yield event(with_warnings(chunk, call.warnings), shape.media_type)
     if shape.last:
         yield shape.last

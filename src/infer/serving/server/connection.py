@@ -274,8 +274,8 @@ class Connection(HttpToolsProtocol):
 
     def _refusal_of_head(self) -> ApiError | None:
         settings = self._settings
-        if self._is_too_large:
-            return self._too_large()
+        if (problem := self._size_problem()) is not None:
+            return problem
         counts = Counter(name for name, _ in self.headers)
         for name in _SINGLE:
             if counts[name] > 1 or (name == b"host" and not counts[name] and self.parser.get_http_version() == "1.1"):
@@ -326,20 +326,16 @@ class Connection(HttpToolsProtocol):
     def _are_too_many(self) -> bool:
         return len(self.connections) > self._settings.max_connections
 
-    @property
-    def _is_too_large(self) -> bool:
-        settings = self._settings
-        num_bytes = max(self._num_head_bytes, self._num_fed_bytes)
-        return num_bytes > settings.max_header_bytes or self._num_fields > settings.max_headers
-
     def _check_size(self) -> None:
-        if self._is_too_large and not self._is_refused:
-            self._refuse(self._too_large())
+        if (problem := self._size_problem()) is not None:
+            self._refuse(problem)
 
-    def _too_large(self) -> ApiError:
-        settings = self._settings
-        message = f"the headers must have at most {settings.max_header_bytes} bytes and {settings.max_headers} fields"
-        return ApiError(431, message, code="headers_too_large")
+    def _size_problem(self) -> ApiError | None:
+        settings, num_bytes = self._settings, max(self._num_head_bytes, self._num_fed_bytes)
+        if num_bytes > settings.max_header_bytes or self._num_fields > settings.max_headers:
+            rule = f"at most {settings.max_header_bytes} bytes and {settings.max_headers} fields"
+            return ApiError(431, f"the headers must have {rule}", code="headers_too_large")
+        return None
 
     def _time_head(self) -> None:
         """Start the timer of the next head unless it already runs."""

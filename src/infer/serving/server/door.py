@@ -203,7 +203,6 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._places: dict[WaitingPlace, None] = {}  # in the order of the line
-        self._by_digest: defaultdict[bytes, list[WaitingPlace]] = defaultdict(list)
         self._looked_at = -math.inf
 
     def __len__(self) -> int:
@@ -218,8 +217,8 @@ class WaitingLine:
             self._looked_at = now
             for late in [each for each in self._places if each.due + _LATE_SECONDS < now]:
                 self.remove(late)
-        same = self._by_digest.get(_digest(body), [])
-        return next((each for each in same if each.due <= now + _CLOCK_SECONDS), None)
+        own, latest = _digest(body), now + _CLOCK_SECONDS
+        return next((each for each in self._places if each.digest == own and each.due <= latest), None)
 
     def seconds_before(self, place: WaitingPlace | None) -> float:
         """Return the seconds of work before this place. None means the end of the line."""
@@ -228,15 +227,10 @@ class WaitingLine:
     def append(self, body: bytes, service: float, due: float) -> None:
         """Append a new client to the line unless the line is too long."""
         if len(self._places) < _MOST_PLACES:
-            place = WaitingPlace(_digest(body), service, due)
-            self._places[place] = None
-            self._by_digest[place.digest].append(place)
+            self._places[WaitingPlace(_digest(body), service, due)] = None
 
     def remove(self, place: WaitingPlace) -> None:
         del self._places[place]
-        self._by_digest[place.digest].remove(place)
-        if not self._by_digest[place.digest]:
-            del self._by_digest[place.digest]
 
 
 def _digest(body: bytes) -> bytes:

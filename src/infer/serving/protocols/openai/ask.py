@@ -162,8 +162,7 @@ class JsonSchema(Parameters, kw_only=True):
     @classmethod
     def note_on(cls, given: Mapping[str, Any]) -> str | None:
         """Return a warning about a name that OpenAI's servers would refuse."""
-        name = given.get("name")
-        if isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+        if isinstance(name := given.get("name"), str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
             return None
         return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
 

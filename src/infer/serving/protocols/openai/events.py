@@ -138,7 +138,8 @@ class CompletingShape(Shape):
         self._head, self._num_choices = accepted.head(prefix), body.n or 1
         self._spelling, self._asked = Spelling.of(accepted.served.llm.tokenizer), body.stream_options or StreamOptions()
         self._has_ids, self._num_tokens = bool(body.return_token_ids), 0
-        self._num_prompt_tokens = sum(map(len, accepted.prompt_ids))
+        has_counts = self._asked.continuous_usage_stats
+        self._num_prompt_tokens = sum(map(len, accepted.prompt_ids)) if has_counts else 0
 
     @abstractmethod
     def choice(self, part: Delta, columns: Json) -> ChunkChoice | CompletionChoice | None:
@@ -150,7 +151,7 @@ class CompletingShape(Shape):
         choice = self.choice(part, part.token_columns(self._spelling.token_bytes) if has_columns else {})
         if choice is None:
             return []
-        facts = UNSET if part.result is None else extension({part.choice: part.result})
+        facts = UNSET if part.result is None else extension([(part.choice, part.result)])
         return [self._chunk(choice, infer=facts)]
 
     def closing(self, results: Sequence[GenerationResult]) -> list[Output]:
@@ -191,7 +192,7 @@ class ChatShape(CompletingShape):
             )
             for index, result in enumerate(results)
         ]
-        usage, facts = usage_of(results, len(results)), extension(dict(enumerate(results)))
+        usage, facts = usage_of(results, len(results)), extension(enumerate(results))
         return ChatCompletion(*self._head, choices, usage, **self._of_prompt, infer=facts)
 
     def opening(self) -> list[Output]:
@@ -255,7 +256,7 @@ class CompletionShape(CompletingShape):
             if self._has_ids:
                 choice.token_ids = list(result.token_ids)
             choices.append(choice)
-        usage, facts = usage_of(results, self._num_choices), extension(dict(enumerate(results)))
+        usage, facts = usage_of(results, self._num_choices), extension(enumerate(results))
         return Completion(*self._head, choices, usage, infer=facts)
 
     def opening(self) -> list[Output]:

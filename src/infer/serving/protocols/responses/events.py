@@ -152,7 +152,7 @@ class ResponseShape(Shape):
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             output=self._items(result, status),
             usage=_usage(result),
-            infer=extension({0: result}),
+            infer=extension([(0, result)]),
         )
 
     def _items(self, result: GenerationResult, status: Status) -> list[OutputItem]:

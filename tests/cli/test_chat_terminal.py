@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,6 +264,19 @@ def test_without_a_terminal_a_signal_ends_the_chat(number: signal.Signals, statu
     assert (chat.returncode, errors) == (status, b"")
     assert (begin + rest).startswith(b"echo: 1 "[: len(begin)])
     assert (begin + rest).endswith(b"\n")
+
+
+def test_a_chat_that_waits_for_a_message_sleeps() -> None:
+    with fake_process("chat", "smollm2", "-q") as chat:
+        chat.stdin.write(b"one\n")
+        chat.stdin.flush()
+        assert os.read(chat.stdout.fileno(), 100)
+        status, counts = Path(f"/proc/{chat.pid}/status"), list[str]()
+        for seconds in (0.5, 0.6):
+            time.sleep(seconds)
+            counts += [line for line in status.read_text().splitlines() if line.startswith("voluntary_ctxt_switches")]
+        chat.communicate(timeout=SECONDS)
+    assert counts[0] == counts[1]
 
 
 def test_ctrl_z_restores_the_terminal_and_fg_continues() -> None:

@@ -36,7 +36,7 @@ from infer.cli.chat_session import ChatSession, Opened
 from infer.cli.command_options import ChatOptions
 from infer.cli.commands.generate_command import rate_text
 from infer.cli.model_loading import check_options
-from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden
+from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden, waking_on_signals
 from infer.cli.prompts import merge_params, model_defaults
 from infer.cli.streamed_text import MarkdownStyle, WordWrap
 from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note
@@ -44,7 +44,6 @@ from infer.compute.sampling.defaults import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
 
-LOOK_SECONDS = 0.2  # of a wait for input, which a signal that arrives just before it does not end
 PASTE_SECONDS = 0.05  # lines that arrive within this time were pasted, because nobody types so fast
 
 
@@ -140,7 +139,7 @@ class PlainInput:
         if self.is_interactive:
             click.echo(prompt, nl=False)
         while b"\n" not in self._unread and not self._is_at_end:
-            if self._is_ready(LOOK_SECONDS):
+            if self._is_ready():
                 self._take()
         if not self._unread:
             return None
@@ -150,15 +149,16 @@ class PlainInput:
         except UnicodeDecodeError as error:
             raise click.UsageError(f"stdin is not UTF-8: byte {error.start} of a line is invalid") from error
 
-    def _is_ready(self, seconds: float) -> bool:
-        """Return True if there is input within the time."""
+    def _is_ready(self, seconds: float | None = None) -> bool:
+        """Return True if there is input within the time. A signal ends the wait, after its handler has run."""
         if b"\n" in self._unread:
             return True
         try:
-            ready, _, _ = select.select([sys.stdin], [], [], seconds)
+            with waking_on_signals() as woken:
+                ready, _, _ = select.select([sys.stdin, woken], [], [], seconds)
         except (OSError, ValueError):  # no descriptor: the caller replaced the stream
             return True
-        return bool(ready)
+        return sys.stdin in ready
 
     def _take(self) -> None:
         """Append the available input to the unread bytes."""

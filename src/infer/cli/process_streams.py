@@ -178,6 +178,25 @@ def handling(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 
 @contextmanager
+def waking_on_signals() -> Iterator[int]:
+    """Yield a descriptor that can be read after a signal within the context. This thread must be the main thread.
+
+    A signal that arrives just before a wait does not end it, unless the wait is also for this descriptor.
+    """
+    woken, waking = os.pipe()
+    try:
+        os.set_blocking(waking, False)
+        before = signal.set_wakeup_fd(waking)
+        try:
+            yield woken
+        finally:
+            signal.set_wakeup_fd(before)
+    finally:
+        os.close(woken)
+        os.close(waking)
+
+
+@contextmanager
 def keeping_garbage() -> Iterator[None]:
     """Disable garbage collection within the context, and keep its objects for as long as the command runs.
 

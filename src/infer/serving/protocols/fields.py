@@ -177,11 +177,29 @@ def _plain(name: str) -> str:
 type_info = cache(inspect.type_info)
 
 
+@final
+class _Alternatives:
+    """The types that a value may have. `most` is the length of the longest list, if lists have a limit."""
+
+    def __init__(self, *types: inspect.Type) -> None:
+        found = [each for kind in types for each in flat(kind)]
+        self.kinds = set(map(type, found))
+        self.structs = [each for each in found if isinstance(each, inspect.StructType)]
+        self.words = [word for each in found if isinstance(each, inspect.LiteralType) for word in each.values]
+        lists = [each for each in found if isinstance(each, inspect.ListType)]
+        self.most = min((each.max_length for each in lists if each.max_length is not None), default=None)
+        self.items = _Alternatives(*(each.item_type for each in lists)) if lists else None
+
+
 @cache
-def _types_of(cls: type[Struct]) -> dict[str, tuple[inspect.Type, ...]]:
-    """Return the alternative types of each field of a Struct."""
+def _alternatives_of(kind: Any) -> _Alternatives:
+    return _Alternatives(type_info(kind))
+
+
+@cache
+def _fields_of(cls: type[Struct]) -> dict[str, _Alternatives]:
     struct: Any = type_info(cls)
-    return {each.encode_name: tuple(flat(each.type)) for each in struct.fields}
+    return {each.encode_name: _Alternatives(each.type) for each in struct.fields}
 
 
 def flat(found: inspect.Type) -> Iterator[inspect.Type]:
@@ -198,36 +216,29 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
 # The rules for each value
 
 
-def _settled(given: Any, types: tuple[inspect.Type, ...], path: str, reading: Reading) -> Any:
+def _settled(given: Any, allowed: _Alternatives, path: str, reading: Reading) -> Any:
     """Return the value with only the keys of its types, and whole floats as integers if integers are expected.
 
     Raises BodyError for a misspelled key, for a string that is not one of the allowed ones, and for a parameter that
     would change the answer but is not supported.
     """
-    kinds = set(map(type, types))
+    kinds, inner = allowed.kinds, allowed.items
     if given == [] and kinds <= _OBJECTS and path and not path.endswith("]"):
         given = {}  # PHP writes empty lists and objects alike
     if isinstance(given, dict):
-        structs = [each for each in types if isinstance(each, inspect.StructType)]
-        for each in structs:
+        for each in allowed.structs:
             if each.tag_field is None or given.get(each.tag_field) == each.tag:
                 return _settled_object(given, each, path, reading)
-        _check_tag(given, structs, path)
+        _check_tag(given, allowed.structs, path)
         return given
     if isinstance(given, list):
-        lists = [each for each in types if isinstance(each, inspect.ListType)]
-        inner = tuple(one for each in lists for one in flat(each.item_type))
-        inner_kinds = set(map(type, inner))
-        if inspect.StructType in inner_kinds:
-            if any(each.max_length is not None and len(given) > each.max_length for each in lists):
-                return given  # refused for its length
-        elif inspect.IntType not in inner_kinds or set(map(type, given)) <= {int}:
+        if inner is None or (inner.structs and allowed.most is not None and len(given) > allowed.most):
+            return given  # refused for its type or its length
+        if not inner.structs and (inspect.IntType not in inner.kinds or set(map(type, given)) <= {int}):
             return given
         return [_settled(each, inner, f"{path}[{index}]", reading) for index, each in enumerate(given)]
-    if isinstance(given, str) and inspect.StrType not in kinds:
-        values = [value for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
-        if values and given not in values:
-            raise _none_of(values, given, path)
+    if isinstance(given, str) and inspect.StrType not in kinds and allowed.words and given not in allowed.words:
+        raise _none_of(allowed.words, given, path)
     if type(given) is float and given.is_integer() and inspect.IntType in kinds and inspect.FloatType not in kinds:
         return int(given)
     return given
@@ -248,18 +259,18 @@ def _none_of(values: list[Any], given: str, path: str) -> BodyError:
 
 
 def _settled_object(given: Any, found: inspect.StructType, path: str, reading: Reading) -> Any:
-    types_by_name = _types_of(found.cls)
+    known_fields = _fields_of(found.cls)
     if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
         raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
     if issubclass(found.cls, Parameters):
-        known = [*types_by_name, *((found.tag_field,) if found.tag_field else ())]
+        known = [*known_fields, *((found.tag_field,) if found.tag_field else ())]
         given = _taken(given, known, found.cls.foreign, path, reading)
         if note := found.cls.note_on(given):
             reading.warn(f"{path}{note}")
     elif issubclass(found.cls, ToolKeys):
-        _warn_of_tool(given, [*types_by_name, str(found.tag_field)], found.cls.misplaced, path, reading)
+        _warn_of_tool(given, [*known_fields, str(found.tag_field)], found.cls.misplaced, path, reading)
     return {
-        name: _settled(value, types_by_name[name], _inside(path, name), reading) if name in types_by_name else value
+        name: _settled(value, known_fields[name], _inside(path, name), reading) if name in known_fields else value
         for name, value in given.items()
     }
 
@@ -374,7 +385,7 @@ def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Readin
     """Return the body of parsed JSON. Raises BodyError."""
     if isinstance(given, dict):
         given = complete(dict(given), reading)
-    given = _settled(given, tuple(flat(type_info(kind))), "", reading)
+    given = _settled(given, _alternatives_of(kind), "", reading)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -179,14 +179,11 @@ def _ask(offers: Sequence[ModelOffer], *, has_default: bool) -> str:
 def offer_lines(offers: Sequence[ModelOffer]) -> Iterator[str]:
     """Return the lines of the table of models to choose from."""
     rows = [("", "model", "on disk", "in memory", "predicted", "")]
-    rows += [_row(number, offer) for number, offer in enumerate(offers, 1)]
+    for number, offer in enumerate(offers, 1):
+        memory = "" if offer.memory_bytes is None else _size(offer.memory_bytes)
+        rate = "" if offer.tokens_per_second is None else f"{offer.tokens_per_second:.3g} tok/s"
+        rows.append((f"{number}", offer.name, _size(offer.num_bytes), memory, rate, offer.place))
     return columns_of_rows(rows, "><>>><")
-
-
-def _row(number: int, offer: ModelOffer) -> tuple[str, str, str, str, str, str]:
-    memory = "" if offer.memory_bytes is None else _size(offer.memory_bytes)
-    rate = "" if offer.tokens_per_second is None else f"{offer.tokens_per_second:.3g} tok/s"
-    return f"{number}", offer.name, _size(offer.num_bytes), memory, rate, offer.place
 
 
 def _size(num_bytes: int) -> str:

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ from commands import run
 from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.batch_rows import ENDPOINTS, Row, read_row, row_of
-from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling, without_end
+from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
@@ -117,13 +116,6 @@ def test_the_likeliest_of_tokens_with_one_text_is_reported() -> None:
     assert columns["top_logprobs"] == [None, {"b": -0.5, "a": -1.0, "bytes:\\xc3": -4.0}]
     never = TokenLogprob(1, float("-inf"), 6, ((3, float("-inf")),))
     assert spelling.completion_columns([never])["top_logprobs"] == [{"b": LEAST_LOGPROB, "bytes:\\xc3": LEAST_LOGPROB}]
-
-
-def test_only_the_token_that_ends_an_answer_is_left_out() -> None:
-    logprobs = [TokenLogprob(token_id, -1.0, 1, ()) for token_id in range(3)]
-    for reason in ("eos", "stop", "length", "abort", None):
-        scored: Any = SimpleNamespace(token_ids=[0, 1, 2], logprobs=logprobs, finish_reason=reason)
-        assert without_end(scored) == logprobs[: 2 if reason == "eos" else 3]
 
 
 # Hostile rows

@@ -388,22 +388,6 @@ def test_a_line_has_a_greatest_length() -> None:
     assert line.find(b"4096", 10.0) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 100)), max_size=60))
-def test_the_work_in_a_line_is_that_of_its_places(asked: list[tuple[int, float]]) -> None:
-    line, now, services = WaitingLine(), 0.0, dict[int, list[float]]()
-    for body, seconds in asked:
-        now += 0.05
-        place = line.find(b"%d" % body, now)
-        if place is not None:
-            services[body].remove(place.service)
-            line.remove(place)
-        else:
-            line.append(b"%d" % body, seconds, now + 1.0)
-            services.setdefault(body, []).append(seconds)
-        assert line.seconds_before(None) == pytest.approx(sum(map(sum, services.values())), abs=1e-6)
-        assert len(line) == sum(map(len, services.values()))
-
-
 def test_the_ratio_of_waits_is_the_median_of_the_last_requests() -> None:
     draw, ratio = random.Random(3), WaitRatio()
     found = [1.5 * draw.lognormvariate(0, 0.2) * (10 if draw.random() < 0.05 else 1) for _ in range(2000)]

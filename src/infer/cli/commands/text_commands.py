@@ -41,7 +41,7 @@ class Progress:
     def __init__(self, total: int) -> None:
         self.num_done, self.num_failed, self._total = 0, 0, total
         self._started = self._shown_at = time.monotonic()
-        self._line, self._is_bar = StatusLine(), has_cursor(sys.stderr)
+        self.line, self._is_bar = StatusLine(), has_cursor(sys.stderr)
         self._seconds = _REDRAW_SECONDS if self._is_bar else _NOTICE_SECONDS
 
     def timed(self, rows: Iterator[Row]) -> Iterator[Row]:
@@ -57,12 +57,9 @@ class Progress:
             self._shown_at = now
             told = f"{self.num_done} of {self._total} rows, {self._pace(now)}"
             if self._is_bar:
-                self._line.show(f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {told}")
+                self.line.show(f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {told}")
             else:
                 write_notice(told)
-
-    def close(self) -> None:
-        self._line.close()
 
     @property
     def rate(self) -> float:
@@ -92,7 +89,7 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
             progress.count(has_failed=line.has_failed)
 
         with ExitStack() as stack:
-            stack.callback(progress.close)
+            stack.callback(progress.line.close)
             cancellation = stack.enter_context(cancel_on_signal())
             event = cancellation.event
             rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())

@@ -40,7 +40,6 @@ class Choices:
     ) -> None:
         self._call, self._state, self._is_answered = request.call, request.server, is_answered
         self._streams, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
-        self._has_begun = set[int]()
         self.firsts = [streams[0].sequence for streams in groups]  # of the first choice of each prompt
 
     async def begin(self) -> None:
@@ -162,10 +161,9 @@ class Choices:
 
     async def _begin(self, index: int) -> None:
         """Put a choice into the queue unless it has begun."""
-        if index not in self._has_begun:
-            self._has_begun.add(index)
-            await self._streams[index].begin()
-            self._call.add(self._streams[index])
+        if (stream := self._streams[index]) not in self._call.streams:
+            await stream.begin()
+            self._call.add(stream)
 
     async def _results_of(self, first: int) -> list[GenerationResult]:
         """Return the results of the prompt whose first choice has index `first`."""

@@ -64,11 +64,6 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def import_ahead() -> None:
-    """Import the packages of the extra `chat` in the background, for a chat at a terminal."""
-    Thread(target=_has_editor, daemon=True).start()
-
-
 def chat_input(complete: Callable[[str], Iterable[str]]) -> ChatInput:
     """Return the input of a chat: an editor at a terminal, if the extra `chat` is installed, else plain lines.
 
@@ -177,7 +172,7 @@ class PlainInput:
 def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[ChatOptions], "infer.LLM"]) -> int:
     """Run the chat and return the exit status. `given` are the parameters of the command line."""
     quiet = options.quiet
-    import_ahead()
+    Thread(target=_has_editor, daemon=True).start()  # imports the packages of the extra `chat` ahead
 
     def open_model(name: str) -> Opened:
         own = replace(options, model=name)

@@ -69,8 +69,7 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def _decode(content: bytes, what: str, limit: int) -> str:
-    if len(content) > limit:
-        raise InvalidRequestError(_too_long(what, limit))
+    _check_size(len(content), what, limit)
     try:
         return content.decode("utf-8-sig")  # Windows programs begin files with a byte order mark
     except UnicodeDecodeError as error:
@@ -85,8 +84,7 @@ def _read_checked(descriptor: int, what: str, limit: int) -> bytes:
         raise InvalidRequestError(f"{what} cannot be read: it is a folder")
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or os.isatty(descriptor)):
         raise InvalidRequestError(f"{what} cannot be read: it must be a regular file, a pipe or - for stdin")
-    if status.st_size > limit:
-        raise InvalidRequestError(_too_long(what, limit))
+    _check_size(status.st_size, what, limit)
     first = _first_bytes(descriptor, what, limit) if stat.S_ISFIFO(mode) else b""
     os.set_blocking(descriptor, True)
     with open(descriptor, "rb", closefd=False) as file:
@@ -125,8 +123,9 @@ def is_stdin_taken() -> bool:
     return context is not None and _STDIN in context.meta
 
 
-def _too_long(what: str, limit: int) -> str:
-    return f"{what} is too long: it must have at most {limit >> 20} MiB"
+def _check_size(num_bytes: int, what: str, limit: int) -> None:
+    if num_bytes > limit:
+        raise InvalidRequestError(f"{what} is too long: it must have at most {limit >> 20} MiB")
 
 
 def read_named_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:

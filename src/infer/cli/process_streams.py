@@ -184,16 +184,13 @@ def waking_on_signals() -> Iterator[int]:
     A signal that arrives just before a wait does not end it, unless the wait is also for this descriptor.
     """
     woken, waking = os.pipe()
-    try:
+    with open(woken, "rb", buffering=0), open(waking, "wb", buffering=0):
         os.set_blocking(waking, False)
         before = signal.set_wakeup_fd(waking)
         try:
             yield woken
         finally:
             signal.set_wakeup_fd(before)
-    finally:
-        os.close(woken)
-        os.close(waking)
 
 
 @contextmanager

@@ -206,26 +206,24 @@ class OutputRefusal(Struct, tag_field="type", tag="refusal", kw_only=True):
 
 def complete_each(messages: list[Any], reading: Reading, complete: Callable[..., dict[str, Any]]) -> list[Any]:
     """Return the messages that `complete` makes. For the user's last message, it is called with `is_last`."""
-    messages = [*map(with_role, messages)]
-    last = last_user(messages)
+    messages, last = with_roles(messages)
     return [
         complete(each, f"messages[{index}]", reading, is_last=index == last) if isinstance(each, dict) else each
         for index, each in enumerate(messages)
     ]
 
 
-def with_role(message: Any) -> Any:
-    """Return a message with its role in small letters, which clients in Java write in capitals."""
-    role = message.get("role") if isinstance(message, dict) else None
-    return {**message, "role": role.lower()} if isinstance(role, str) else message
+def with_roles(messages: list[Any]) -> tuple[list[Any], int]:
+    """Return messages with roles in small letters, and the index of the user's last message, or -1 if there is none.
 
-
-def last_user(messages: list[Any]) -> int:
-    """Return the index of the user's last message, or -1 if there is none."""
-    for index in range(len(messages) - 1, -1, -1):
-        if isinstance(each := messages[index], dict) and each.get("role") == "user":
-            return index
-    return -1
+    Clients in Java write roles in capitals.
+    """
+    found, last = list(messages), -1
+    for index, each in enumerate(messages):
+        if isinstance(each, dict) and isinstance(role := each.get("role"), str):
+            found[index] = {**each, "role": role.lower()}
+            last = index if role.lower() == "user" else last
+    return found, last
 
 
 def own_tools(

@@ -19,12 +19,11 @@ from infer.serving.protocols.bodies import (
     Served,
     call_of_message,
     effort_variables,
-    last_user,
     own_tools,
     past_arguments,
     text_of,
     text_parts,
-    with_role,
+    with_roles,
 )
 from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
 from infer.serving.protocols.openai.ask import (
@@ -192,10 +191,9 @@ def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]
     Raises BodyError for an image or a file in the user's last message, unless it has already been answered.
     """
     if isinstance(items := given.get("input"), list):
-        items = [with_role(each) for each in items]
+        items, last = with_roles(items)
         if isinstance(tools := given.get("tools") or [], list):
             given["tools"] = tools + [each for item in items for each in _loaded(item)] or None
-        last = last_user(items)
         if any(map(_is_answer, items[last + 1 :])):
             last = -1
         given["input"] = [

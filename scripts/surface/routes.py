@@ -17,7 +17,7 @@ from msgspec import Struct
 from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
-from infer.serving.protocols.answers import Output
+from infer.serving.protocols.events import Output
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute

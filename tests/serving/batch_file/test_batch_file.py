@@ -27,8 +27,8 @@ from infer.serving.batch_file.answering import answer_rows
 from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, error_line, read_rows, result_line
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.workers import answer_by_workers
-from infer.serving.protocols.answers import Spelling
 from infer.serving.protocols.bodies import seed_of
+from infer.serving.protocols.events import Spelling
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 SPELLING = Spelling([str(number).encode() for number in range(6)] + [b"\xc3"], {2})

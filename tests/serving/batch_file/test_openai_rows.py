@@ -15,8 +15,8 @@ from commands import run
 from infer import LLM, InvalidRequestError
 from infer.outputs import TokenLogprob
 from infer.serving.batch_file.batch_rows import ENDPOINTS, Row, read_row, row_of
-from infer.serving.protocols.answers import LEAST_LOGPROB, Spelling
 from infer.serving.protocols.bodies import Served
+from infer.serving.protocols.events import LEAST_LOGPROB, Spelling
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
 

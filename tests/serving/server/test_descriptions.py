@@ -22,7 +22,7 @@ from infer.cli.commands.server_commands import client_lines
 from infer.cli.subcommands import infer
 from infer.serving.distributed.shelf import Shelf
 from infer.serving.distributed.shelf_front import ShelfFront
-from infer.serving.protocols import answers, bodies, events
+from infer.serving.protocols import api_errors, bodies, events
 from infer.serving.protocols.openai import ask
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes import protocols
@@ -358,7 +358,7 @@ def test_refused_queries_and_other_methods_are_described(served: Served) -> None
 def test_a_protocol_is_added_by_one_file_and_one_row_as_the_page_says(llm: LLM) -> None:
     page = (ROOT / "docs/dev/adding.md").read_text(encoding="utf-8").partition("## A protocol of the server")[2]
     file, row, *_ = map(textwrap.dedent, re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    names = {name: value for each in (ask, answers, bodies, events, protocols) for name, value in vars(each).items()}
+    names = {name: value for each in (ask, api_errors, bodies, events, protocols) for name, value in vars(each).items()}
     exec(file, names)
     expected = llm.generate("hello", max_new_tokens=3, temperature=0).text
     with serving(llm, table=[*ROUTES, eval(row, names)]) as served:

@@ -20,7 +20,7 @@ from infer import InvalidRequestError, RequestOptions, Tokenizer
 from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.requests.request_maker import FormatPreparer
 from infer.outputs import ReasoningDelta, ToolCall, assembled
-from infer.serving.protocols.answers import call_values
+from infer.serving.protocols.events import call_values
 from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
 from infer.text.grammar.grammar import Grammar
 from infer.text.grammar.grammar_compiler import Compiler, make_compiler

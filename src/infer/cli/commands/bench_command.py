@@ -51,9 +51,7 @@ def run_bench(options: BenchOptions) -> None:
         works = workloads(options.suite, **runs)
         works, skipped = _that_fit(options, works, architecture.most_positions)
     backend = device_backend(options.settings.device)
-    settings = replace(options.settings, max_seq_len=max(each.max_seq_len for each in works.values()))
-    with Spinner(f"loading {options.model}") as spinner:
-        llm = LLM(options.model, **vars(settings), on_progress=spinner.progress)
+    llm = _load(options, max(each.max_seq_len for each in works.values()))
     names = ("device", "dtype", "weights", "precision")
     setting = {"model": options.model} | {name: getattr(options.settings, name) for name in names}
     setting["instruction_set"] = backend.instruction_set()
@@ -102,6 +100,12 @@ def _that_fit(
         raise InvalidRequestError(f"no config of suite {options.suite} fits the model's context of {most} tokens: "
                                   "use -p and -n")  # fmt: skip
     return {name: work for name, work in works.items() if name not in skipped}, skipped
+
+
+def _load(options: BenchOptions, max_seq_len: int) -> LLM:
+    with Spinner(f"loading {options.model}") as spinner:
+        settings = replace(options.settings, max_seq_len=max_seq_len)
+        return LLM(options.model, **vars(settings), on_progress=spinner.progress)
 
 
 def _measure_all(

@@ -31,8 +31,8 @@ from infer.serving.batch_file.batch_rows import (
     result_line,
     texts_line,
 )
-from infer.serving.protocols.answers import Spelling
 from infer.serving.protocols.bodies import Served, seed_of
+from infer.serving.protocols.events import Spelling
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody, texts_of, texts_or_pairs_of
 

@@ -19,14 +19,11 @@ import msgspec
 
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
-from infer.serving.protocols.answers import (
-    Spelling,
-    finish_reason_of,
-    message_of,
-)
 from infer.serving.protocols.bodies import prompts_of, refuse_unless_neutral
+from infer.serving.protocols.events import Spelling
 from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.openai.events import finish_reason_of, message_of
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 

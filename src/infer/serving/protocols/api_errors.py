@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from infer.errors import (
     ClosedError,
@@ -19,6 +20,24 @@ from infer.serving.protocols.fields import BodyError
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
 ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead
 _NO_RETRY = {"x-should-retry": "false"}
+
+
+class ErrorFields(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorOutput(Struct, kw_only=True):
+    """The error format of every route. `type` is set only in the errors of Anthropic's routes.
+
+    On Ollama's routes `error` is only the message, and `code` is next to it.
+    """
+
+    type: Literal["error"] | UnsetType = UNSET
+    error: ErrorFields | str
+    code: str | UnsetType = UNSET
 
 
 @dataclass(eq=False, repr=False)

@@ -1,18 +1,180 @@
-"""The pieces of answers as events: what a protocol makes of a `Delta`, and the bytes of an event."""
+"""Parts that the answers of all protocols share: pieces of an answer as events, log-probabilities, and our own facts.
+
+The encoder and openapi.json read the same Structs. The Structs of one protocol are in its own `events`.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import starmap
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, final, runtime_checkable
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+import infer
 from infer.engine.requests.ask import Ask
-from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCallDelta
-from infer.serving.protocols.answers import Extension, Head, Json, Output
+from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.fields import Complete, as_given
+
+Json = dict[str, Any]
+Count = Annotated[int, Meta(ge=0)]
+Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
+StopReason = str | int | None
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its timeout expired
+LEAST_LOGPROB = -9999.0  # of an impossible token: JSON has no infinity
+Entry = dict[str, Any]
+
+
+class ChoiceFacts(Struct):
+    """Our own facts about a choice: its seed, its stop reason and its times."""
+
+    index: Count
+    seed: int | None
+    stop_reason: StopReason
+    ttft_seconds: float | None
+    decode_seconds: float | None
+    decode_tokens_per_second: float | None
+
+
+class Extension(Struct, kw_only=True):
+    """The value of our own key `infer`. `warnings` are about the request's body."""
+
+    choices: list[ChoiceFacts] | UnsetType = UNSET
+    warnings: Sequence[str] | UnsetType = UNSET
+
+
+class Output(Struct, kw_only=True):
+    """An answer or a chunk of one. A Struct of an answer adds its fields before `infer`."""
+
+    infer: Extension | UnsetType = UNSET
+
+
+class ScoredToken(Struct):
+    token: str
+    logprob: float
+    bytes: Bytes | None
+
+
+class ScoredChoice(ScoredToken):
+    top_logprobs: list[ScoredToken]
+
+
+class Head(NamedTuple):
+    """The fields that an answer and all its chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+def extension(results: Iterable[tuple[int, GenerationResult]]) -> Extension:
+    """Return our own facts about the choices with these indices."""
+    return Extension(choices=[*starmap(_facts, results)])
+
+
+def _facts(index: int, result: GenerationResult) -> ChoiceFacts:
+    timing, rate = result.timing, result.timing.decode_tokens_per_second
+    return ChoiceFacts(index, result.seed, result.stop_reason, timing.ttft_s, timing.decode_time_s, rate)
+
+
+def call_values(call: ToolCall) -> Any:
+    """Return the arguments of a call as an object in the model's own spelling, or {} if the call was cut off.
+
+    Values would change its numbers: JSON has no limit of digits.
+    """
+    try:
+        return msgspec.json.decode(call.arguments, type=msgspec.Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """Tokens with their log-probabilities, if these were requested: those of a whole answer, or of a part of it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
+class Spelling(NamedTuple):
+    """The texts of a vocabulary's tokens. Control tokens are not part of an answer's text."""
+
+    token_bytes: Sequence[bytes]
+    control_ids: Collection[int]
+
+    @classmethod
+    def of(cls, tokenizer: "infer.Tokenizer") -> Self:
+        return cls(tokenizer.token_bytes, tokenizer.special_token_ids)
+
+    def text(self, token_id: int) -> str:
+        """Return a token's text. Incomplete characters are shown as bytes, as OpenAI does."""
+        spelt = self.token_bytes[token_id]
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+    def entry(self, token_id: int, logprob: float) -> Entry:
+        """Return a token's entry. The `bytes` of an answer's tokens, joined, are its text; a control token has none."""
+        spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
+        return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
+
+    def chat_entries(self, scored: Scored) -> list[Entry]:
+        """Return `logprobs.content` of a chat completion."""
+        return [
+            self.entry(each.token_id, each.logprob) | {"top_logprobs": [self.entry(*top) for top in each.top]}
+            for each in without_end(scored)
+        ]
+
+    def completion_columns(self, logprobs: Iterable[TokenLogprob | None]) -> dict[str, list[Any]]:
+        """Return `logprobs` of a completion, without `text_offset`.
+
+        None means a token that is not scored; its text is None as well.
+        """
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        for each in logprobs:
+            columns["tokens"].append(None if each is None else self.text(each.token_id))
+            columns["token_logprobs"].append(None if each is None else max(each.logprob, LEAST_LOGPROB))
+            columns["top_logprobs"].append(None if each is None else self._by_text(each))
+        return columns
+
+    def _by_text(self, each: TokenLogprob) -> dict[str, float]:
+        """Return the log-probabilities of the alternatives and the token itself, by text.
+
+        If several tokens have the same text, the likeliest one is returned.
+        """
+        likeliest = dict[str, float]()
+        for token_id, logprob in sorted({*each.top, (each.token_id, each.logprob)}, key=lambda pair: -pair[1]):
+            likeliest.setdefault(self.text(token_id), max(logprob, LEAST_LOGPROB))
+        return likeliest
+
+    def prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Json | None]:
+        """Return a prompt's log-probabilities in vLLM's format: by token id, and null for the first token."""
+        return [
+            None
+            if each is None
+            else {
+                str(token_id): {"logprob": logprob, "decoded_token": self.text(token_id)}
+                for token_id, logprob in (*each.top, (each.token_id, each.logprob))
+            }
+            for each in logprobs
+        ]
+
+
+def without_end(scored: Scored) -> Sequence[TokenLogprob]:
+    """Return the log-probabilities without the token that ends the answer, which is not a part of its text."""
+    logprobs = scored.logprobs or ()
+    return logprobs[:-1] if scored.finish_reason == "eos" else logprobs
+
 
 Chunk = Struct | Json  # the `type` of a dict is also the name of its event
 _Answer = TypeVar("_Answer")

@@ -13,9 +13,19 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import FILTER_NAMES, SEED_BITS
-from infer.serving.protocols.answers import Bytes, Count, Json, Output, Scored, Spelling, without_end
 from infer.serving.protocols.bodies import Served, refusing, seed_of
-from infer.serving.protocols.events import Accepted, Delta, Shape
+from infer.serving.protocols.events import (
+    Accepted,
+    Bytes,
+    Count,
+    Delta,
+    Json,
+    Output,
+    Scored,
+    Shape,
+    Spelling,
+    without_end,
+)
 from infer.serving.protocols.fields import Reading, refuse
 from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_completion, ask_text, between
 

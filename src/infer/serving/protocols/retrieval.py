@@ -13,8 +13,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from infer.engine.texts.text_ids import VectorOptions
 from infer.outputs import Pooling, RankedDocument
 from infer.request_limits import MAX_TEXTS, MAX_TOKENS
-from infer.serving.protocols.answers import Count, Output
 from infer.serving.protocols.bodies import prompts_of
+from infer.serving.protocols.events import Count, Output
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.openai.ask import Body

@@ -15,10 +15,9 @@ import infer
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece, ReasoningDelta, assembled
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.answers import Output
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.bodies import Served, refusing
-from infer.serving.protocols.events import Accepted, Delta, Scores, Shape, event, with_warnings
+from infer.serving.protocols.events import Accepted, Delta, Output, Scores, Shape, event, with_warnings
 from infer.serving.protocols.fields import Reading
 from infer.serving.server.connection import Call, given_to, note_of
 from infer.serving.server.door import Arrival

@@ -24,10 +24,9 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from infer.errors import InferError
-from infer.serving.protocols.answers import Json
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.protocols.bodies import refusing
-from infer.serving.protocols.events import EVENTS, ErrorShape, with_warnings
+from infer.serving.protocols.events import EVENTS, ErrorShape, Json, with_warnings
 from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
 from infer.serving.server.connection import CONNECTION, FAILED, Call, call_of, unpack
 from infer.serving.server.door import Arrival

@@ -7,10 +7,9 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
-from infer.serving.protocols.answers import Count, Json, Output, call_values
 from infer.serving.protocols.anthropic.ask import MessagesBody, ask_message, complete_messages
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import Accepted, Delta, Shape
+from infer.serving.protocols.events import Accepted, Count, Delta, Json, Output, Shape, call_values
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",

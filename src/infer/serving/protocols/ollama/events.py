@@ -12,18 +12,21 @@ from msgspec import UNSET, Struct, UnsetType
 from infer.models.catalog.model_facts import ModelFacts
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall
 from infer.sampling_params import PARAMETERS
-from infer.serving.protocols.answers import (
+from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.events import (
     FINISH_REASONS,
+    LINES,
+    Accepted,
     Count,
+    Delta,
     Json,
     Output,
     Scored,
     ScoredChoice,
+    Shape,
     Spelling,
     call_values,
 )
-from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import LINES, Accepted, Delta, Shape
 
 _FILLS_IN = "{# .Suffix #}"  # a comment: Continue searches for this word to learn if the model can fill in text
 FOREVER = "9999-12-31T23:59:59Z"  # the end of a model that is never unloaded for being idle

@@ -3,34 +3,29 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from operator import add
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import astuple
 from msgspec.structs import replace as replace_fields
 
 import infer
 from infer.outputs import GenerationResult
-from infer.serving.protocols.answers import (
+from infer.serving.protocols.events import (
     FINISH_REASONS,
+    Accepted,
     Bytes,
-    CalledTool,
-    ChatFinishReason,
     Count,
-    HeadedOutput,
+    Delta,
     Json,
     Output,
     Scored,
     ScoredChoice,
+    Scores,
+    Shape,
     Spelling,
-    TextFinishReason,
-    Usage,
     extension,
-    finish_reason_of,
-    message_of,
-    usage_of,
 )
-from infer.serving.protocols.events import Accepted, Delta, Scores, Shape
 from infer.serving.protocols.openai.ask import (
     ChatBody,
     CompletingBody,
@@ -40,6 +35,82 @@ from infer.serving.protocols.openai.ask import (
     ask_completion,
     complete_chat,
 )
+
+TextFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
+ChatFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]
+
+
+class PromptTokensDetails(Struct):
+    """Tokens of prompts that were not read again. `disk_tokens` of them were loaded from disk, if any were."""
+
+    cached_tokens: Count
+    disk_tokens: Count | UnsetType = UNSET
+
+
+class CompletionTokensDetails(Struct):
+    """Accepted and rejected predictions are the tokens of the server's own drafts."""
+
+    reasoning_tokens: Count
+    accepted_prediction_tokens: Count
+    rejected_prediction_tokens: Count
+
+
+class Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str
+
+
+class CalledTool(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class HeadedOutput(Output):
+    """An answer that begins with the fields of `Head`."""
+
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str
+
+
+def usage_of(results: Sequence[GenerationResult], num_choices: int) -> Usage:
+    """Return the usage. A prompt counts once, however many choices it has."""
+    firsts = results[::num_choices]  # the choice of each prompt that read it
+    num_prompt_tokens = sum(result.prompt_tokens for result in firsts)
+    num_completion = sum(result.generated_tokens for result in results)
+    proposed = sum(result.stats.drafts_proposed for result in results)
+    accepted = sum(result.stats.drafts_accepted for result in results)
+    num_reasoning = sum(result.reasoning_tokens for result in results)
+    from_disk = sum(result.disk_tokens for result in firsts) or UNSET
+    return Usage(
+        num_prompt_tokens,
+        num_completion,
+        num_prompt_tokens + num_completion,
+        PromptTokensDetails(sum(result.reused_tokens for result in firsts), from_disk),
+        CompletionTokensDetails(num_reasoning, accepted, proposed - accepted),
+    )
+
+
+def finish_reason_of(result: GenerationResult) -> str:
+    """Return OpenAI's name of the finish reason."""
+    reason = FINISH_REASONS[result.finish_reason]
+    return "tool_calls" if reason == "stop" and result.tool_calls else reason
+
+
+def message_of(result: GenerationResult) -> dict[str, Any]:
+    """Return the answer as OpenAI's message. Its content is None if the answer has only calls."""
+    message = result.to_message() | {"refusal": None}
+    return message | {"content": None} if result.tool_calls and not result.text else message
 
 
 class ChatLogprobs(Struct):

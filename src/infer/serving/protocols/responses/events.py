@@ -9,17 +9,21 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
 from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
-from infer.serving.protocols.answers import (
+from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.events import (
     FINISH_REASONS,
+    Accepted,
     Count,
+    Delta,
     Json,
     Output,
     Scored,
+    Shape,
     Spelling,
+    event,
     extension,
+    with_warnings,
 )
-from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import Accepted, Delta, Shape, event, with_warnings
 from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_in
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -14,22 +14,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, SampleTrace, TraceCandidate, TraceStage
 from infer.request_limits import MAX_CANDIDATES, MAX_TOKENS, MAX_TRACED, NUM_CANDIDATES, NUM_TOKENS_OF_COMPLETIONS
-from infer.serving.protocols.answers import (
-    Bytes,
-    CalledTool,
-    ChatFinishReason,
-    Count,
-    HeadedOutput,
-    Json,
-    Output,
-    StopReason,
-    Usage,
-    finish_reason_of,
-    reasoning_and_calls,
-    usage_of,
-)
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral, refusing
-from infer.serving.protocols.events import Accepted, Delta, Shape
+from infer.serving.protocols.events import Accepted, Bytes, Count, Delta, Json, Output, Shape, StopReason
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import (
     CompletingBody,
@@ -40,6 +26,14 @@ from infer.serving.protocols.openai.ask import (
     conversation_variables,
     messages_of,
     sampling_values,
+)
+from infer.serving.protocols.openai.events import (
+    CalledTool,
+    ChatFinishReason,
+    HeadedOutput,
+    Usage,
+    finish_reason_of,
+    usage_of,
 )
 from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import ApiRequest, post, while_connected
@@ -86,6 +80,12 @@ def end_of(result: GenerationResult) -> Json:
         "seed": result.seed,
         "usage": usage_of([result], 1),
     }
+
+
+def reasoning_and_calls(result: GenerationResult) -> Json:
+    """Return the reasoning and the calls of the answer's message, if it has them."""
+    message = result.to_message()
+    return {name: message[name] for name in ("reasoning_content", "tool_calls") if name in message}
 
 
 @final

@@ -17,9 +17,8 @@ from starlette.responses import Response
 import infer
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.answers import Count, Output
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import LINES, event
+from infer.serving.protocols.events import LINES, Count, Output, event
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.ollama.ask import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaModelBody
 from infer.serving.protocols.ollama.events import (

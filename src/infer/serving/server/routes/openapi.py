@@ -16,8 +16,8 @@ import msgspec
 from starlette.responses import HTMLResponse, Response
 
 import infer
-from infer.serving.protocols.answers import ErrorOutput, Json
-from infer.serving.protocols.events import EVENTS, LINES
+from infer.serving.protocols.api_errors import ErrorOutput
+from infer.serving.protocols.events import EVENTS, LINES, Json
 from infer.serving.server.endpoint import JSON, ApiRequest, ApiRoute, get
 from infer.serving.server.routes.status import Health
 

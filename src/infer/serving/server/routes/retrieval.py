@@ -13,9 +13,8 @@ import msgspec
 from starlette.responses import Response
 
 from infer.outputs import ranked
-from infer.serving.protocols.answers import Output
 from infer.serving.protocols.bodies import refusing
-from infer.serving.protocols.events import with_warnings
+from infer.serving.protocols.events import Output, with_warnings
 from infer.serving.protocols.fields import refuse
 from infer.serving.protocols.retrieval import (
     ClassifyBody,

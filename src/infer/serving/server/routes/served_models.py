@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from infer.errors import InferError
 from infer.models.catalog.model_facts import ModelFacts
-from infer.serving.protocols.answers import Count
+from infer.serving.protocols.events import Count
 from infer.serving.server.endpoint import ApiRequest, get
 from infer.serving.server.server_state import ServerState
 

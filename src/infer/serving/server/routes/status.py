@@ -18,8 +18,7 @@ from starlette.responses import Response
 
 import infer
 from infer.sampling_params import PARAMETERS, SamplingParams
-from infer.serving.protocols.answers import Count, Json
-from infer.serving.protocols.events import EVENTS, event
+from infer.serving.protocols.events import EVENTS, Count, Json, event
 from infer.serving.protocols.fields import refuse
 from infer.serving.server.endpoint import ApiRequest, EventStream, get, json_response
 from infer.serving.server.server_state import ServerState

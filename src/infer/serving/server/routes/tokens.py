@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
-from infer.serving.protocols.answers import Bytes, Count, Output
 from infer.serving.protocols.bodies import template_variables
+from infer.serving.protocols.events import Bytes, Count, Output
 from infer.serving.protocols.fields import TokenId, refuse
 from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
 from infer.serving.server.endpoint import ApiRequest, json_response, post

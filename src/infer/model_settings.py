@@ -127,7 +127,7 @@ class ModelSettings:
         False, Flag(), "Read control tokens in a message as control tokens, not as text.", group="running")
     device: str = parameter(  # or a device of torch
         "cpu", DEVICE, "", group="device", flags=("--device", "--backend"), takes="DeviceName | str | torch.device",
-        other_names=("n_gpu_layers", "device_map", "backend"))
+        other_names=("n_gpu_layers", "device_map", "backend"), metavar="[auto|cpu|cuda|opencl[:NAME]]")
     reranker: RerankerName = parameter(
         "auto", _one_of(RerankerName),
         "Kind of reranker; qwen3: a copy of Qwen3-Reranker; auto: by the model's files and name.", group="reranker")

@@ -271,13 +271,11 @@ def needs_extra() -> Iterator[None]:
 
 
 def _check_grammar(params: SamplingParams) -> None:
-    if all(getattr(params, name) is None for name in CONSTRAINTS):
-        return
     from infer.text.grammar.grammar import grammar_of
-    from infer.text.grammar.libraries import check
 
-    grammar = grammar_of(params)
-    if grammar is not None:
+    if (grammar := grammar_of(params)) is not None:
+        from infer.text.grammar.libraries import check
+
         check(grammar)
 
 

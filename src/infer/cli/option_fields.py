@@ -265,9 +265,6 @@ class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of
         "rocm": "ROCm is not supported",
     }
 
-    def get_metavar(self, *arguments: Any, **named: Any) -> str:
-        return "[auto|cpu|cuda|opencl[:NAME]]"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if self._KNOWN.fullmatch(str(value)):
             return str(value)

@@ -15,7 +15,7 @@ from infer.cli.commands.serve_command import _lines
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.step.model_drafter import ModelDrafter
 from infer.model_settings import ModelSettings
-from infer.models.catalog.served_plan import plan_served
+from infer.models.catalog.header_facts import plan_served
 from infer.models.draft_plan import DraftPlan
 from refusals import check_refused
 from served import serving

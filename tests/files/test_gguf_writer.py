@@ -17,8 +17,7 @@ from infer.compute.quantization.file_types import FILE_TYPES, sorting_key
 from infer.compute.quantization.quantisers import quantise
 from infer.errors import InvalidRequestError, ModelError
 from infer.files.gguf import quantised_file
-from infer.files.gguf.gguf import TypedValue, read_gguf
-from infer.files.gguf.gguf_split import read_whole_gguf
+from infer.files.gguf.gguf import TypedValue, read_gguf, read_whole_gguf
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.gguf.quantised_file import (
     QuantisableModel,

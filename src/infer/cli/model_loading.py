@@ -132,7 +132,7 @@ def _chosen(default: str, command: str, *, has_default: bool) -> str:
 def offer_at_hand(name: str, num_bytes: int, path: Path) -> ModelOffer:
     """Return a model of this machine with its memory and its speed, which are predicted from its headers."""
     from infer.files import open_checkpoint
-    from infer.models.catalog.model_forecast import forecast
+    from infer.models.catalog.header_facts import forecast
     from infer.models.families import make_architecture
 
     try:

@@ -22,24 +22,24 @@ from infer.files.config import (
     generation_config_from_gguf,
 )
 from infer.files.gguf.forms import GGUFForm, form_of, form_of_family
-from infer.files.gguf.gguf_split import read_whole_gguf
+from infer.files.gguf.gguf import read_whole_gguf
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_folder, classifier_from_gguf
 from infer.files.heads.pooling import EmbeddingFiles, embedding_from_folder, embedding_from_gguf
 from infer.files.heads.reranker_files import RerankerFiles, reranker_from_folder, reranker_from_gguf
 from infer.files.heads.sentence_modules import TextPrompts, prompts_from_folder, prompts_from_gguf, text_limit
 from infer.files.hub.find import resolve
-from infer.files.tensors.drafting_tensors import drafting_tensors, own_tensors
-from infer.files.tensors.fused_tensors import taken_apart
+from infer.files.tensors.fused_tensors import taken_apart, with_joined_scales
 from infer.files.tensors.quantisation_config import INSTEAD, quantisation_of
 from infer.files.tensors.quantised_tensors import with_joined_matrices
 from infer.files.tensors.safetensors import read_safetensors_folder
-from infer.files.tensors.stacked_experts import with_joined_scales
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.files.tensors.tensor_names import (
+    drafting_tensors,
     encoder_names,
     is_norm,
     names_from_gguf,
     names_from_hugging_face,
+    own_tensors,
     without_padded_positions,
     without_poolers,
 )

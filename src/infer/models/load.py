@@ -14,8 +14,7 @@ from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.mixers import QueryScale, Rope
 from infer.compute.operands.weights import Projection, RopeTable, TextInputWeights
 from infer.models.layers import LoadedLayer, load_layer
-from infer.models.layers.per_layer_input import load_per_layer_weights
-from infer.models.layers.state_input import LoadedStateInput
+from infer.models.layers.extra_inputs import LoadedStateInput, load_per_layer_weights
 from infer.models.memory.memory_estimate import LoadSettings, loaded_types, type_of_keys
 from infer.models.tensors import check_tensors, expected_shapes
 from infer.models.transformer import Transformer

@@ -19,7 +19,7 @@ from infer.compute.operands.mixers import Mixer, keeps
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Norm, PerLayerWeights, Projection, TextInputWeights
 from infer.models.layers import LoadedAttention, LoadedLayer
-from infer.models.layers.state_input import LoadedStateInput
+from infer.models.layers.extra_inputs import LoadedStateInput
 
 
 @final

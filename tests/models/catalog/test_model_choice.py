@@ -23,8 +23,8 @@ from infer.compute.kvcache.page_sizes import slot_bytes
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.files import open_checkpoint
 from infer.models.catalog import hub_models
+from infer.models.catalog.header_facts import FORECAST_CONTEXT, forecast
 from infer.models.catalog.hub_models import HUB_MODELS, HubProbe, three_that_fit
-from infer.models.catalog.model_forecast import FORECAST_CONTEXT, forecast
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, decode_bytes, loaded_types, weight_bytes
@@ -46,8 +46,8 @@ for name in [name for name in INSTALLED_MODELS if name not in installed]:
     object.__setattr__(package, "parts", (("no_such_package", "model.gguf"),))
 available_memory.available_memory_bytes = lambda: 8_000_000_000
 if sys.stdin.isatty():
-    from infer.models.catalog import hub_models, model_forecast
-    hub_models._HUB_SECONDS, model_forecast.read_bandwidth = {SECONDS}, lambda num_threads: 1e10
+    from infer.models.catalog import header_facts, hub_models
+    hub_models._HUB_SECONDS, header_facts.read_bandwidth = {SECONDS}, lambda num_threads: 1e10
 subcommands.load_model = lambda options: fake_cli.FakeModel()
 fake_cli.run()
 """
@@ -245,13 +245,13 @@ FITTING += [(1, [])]
 def test_the_three_that_fit_are_a_small_a_middle_and_the_largest_one(
     available: float | None, indices: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.models.catalog.model_forecast.default_num_threads", lambda: 2)
+    monkeypatch.setattr("infer.models.catalog.header_facts.default_num_threads", lambda: 2)
     found = [model for model, _ in three_that_fit(None if available is None else int(available))]
     assert found == [HUB_MODELS[index] for index in indices]
 
 
 def test_a_forecast_is_that_of_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
+    monkeypatch.setattr("infer.models.catalog.header_facts.read_bandwidth", lambda num_threads: 10e9)
     checkpoint = open_checkpoint("smollm2")
     architecture, cache = make_architecture(checkpoint.config), CacheSettings()
     load = LoadSettings(num_threads=default_num_threads())
@@ -292,7 +292,7 @@ def test_an_offer_that_cannot_be_read_yet_has_no_forecast() -> None:
 def test_only_a_server_is_offered_encoders(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_encoder(BY_NAME["bert"], places / "own" / "encoder")
     write_model(places / "own" / "whole.gguf")
-    monkeypatch.setattr("infer.models.catalog.model_forecast.read_bandwidth", lambda num_threads: 10e9)
+    monkeypatch.setattr("infer.models.catalog.header_facts.read_bandwidth", lambda num_threads: 10e9)
     monkeypatch.setattr(model_loading, "_ask", lambda offers, **_: ",".join(offer.name for offer in offers))
     assert "encoder" in model_loading._chosen("", "serve", has_default=False).split(",")
     assert "encoder" not in model_loading._chosen("", "chat", has_default=False).split(",")

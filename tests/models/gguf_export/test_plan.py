@@ -28,8 +28,7 @@ from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from infer.models.gguf_export.plan import ExportPlan, export_plan, network_plan
-from infer.models.gguf_export.pre_tokenizer_names import _TEXTS, _all_triples
-from infer.models.gguf_export.tokenizer_values import tokenizer_values
+from infer.models.gguf_export.tokenizer_values import _TEXTS, _all_triples, tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantised_folders import by_name, write_quantised

@@ -15,7 +15,7 @@ from embedding_model import make_embedding_model
 from idle import until
 from infer import LLM
 from infer.model_settings import ModelSettings
-from infer.models.catalog.served_plan import plan_served
+from infer.models.catalog.header_facts import plan_served
 from infer.serving.distributed.exchange import Exchange
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import RoutedPrompt

@@ -11,7 +11,7 @@ from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.models.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
-from infer.models.catalog.model_forecast import tokens_per_second
+from infer.models.catalog.header_facts import tokens_per_second
 from infer.models.draft_plan import plan_draft_bytes
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length

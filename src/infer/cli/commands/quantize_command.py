@@ -17,7 +17,7 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.quantisers import QUANTISED_TYPES
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint, resolve
-from infer.files.gguf.gguf_split import read_whole_gguf
+from infer.files.gguf.gguf import read_whole_gguf
 from infer.files.gguf.importance_matrix import ImportanceMatrix, open_importance_matrix, read_importance_matrix
 from infer.files.gguf.quantised_file import (
     QuantisableModel,

@@ -23,8 +23,8 @@ from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.find import file_versions
+from infer.models.catalog.header_facts import plan_served
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
-from infer.models.catalog.served_plan import plan_served
 from infer.serving.distributed.front import run_replicas
 from infer.serving.distributed.replica import await_turn
 from infer.serving.distributed.shelf import ShelfWork

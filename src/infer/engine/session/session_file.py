@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.tensors.safetensors import read_with_metadata
-from infer.files.tensors.safetensors_writer import NamedTensors, read_tensor, write_safetensors
+from infer.files.tensors.tensor_bytes import NamedTensors, read_tensor, write_safetensors
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.atomic import replacing
 from infer.system.json_limits import parse_json

@@ -5,8 +5,9 @@ would take longer than its drafts save. The draft model samples with the noise o
 its drafts are often right with a temperature, too. Penalties and grammars are left out: they change what is right, and
 the engine verifies every draft.
 
-A head (`models.layers.state_input`) reads each token with the model's state before it, so it can only read tokens whose
-states the runner has kept. It guesses further tokens after its own states, and reads them again once they are right.
+A head (`models.layers.extra_inputs`) reads each token with the model's state before it, so it can only read tokens
+whose states the runner has kept. It guesses further tokens after its own states, and reads them again once they are
+right.
 """
 
 import time

@@ -22,7 +22,7 @@ from infer.files.gguf.gguf_values import (
     types_of_texts,
 )
 from infer.files.gguf.keys import ENCODER_KEYS, EPS, KEYS, RMS_EPS, Key
-from infer.files.tensors.stacked_experts import PLAIN, StackOrder
+from infer.files.tensors.fused_tensors import PLAIN, StackOrder
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from infer.errors import InvalidRequestError, ModelError
-from infer.files.gguf.gguf_split import part_paths
+from infer.files.gguf.gguf import part_paths
 from infer.files.tensors.safetensors import INDEX_NAME, PICKLE_SUFFIXES, SINGLE_NAME, read_index
 from infer.system.spellings import plain_name
 

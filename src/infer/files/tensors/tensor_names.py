@@ -1,4 +1,4 @@
-"""Hugging Face's and GGUF's names of tensors → our names, also those of encoders.
+"""Hugging Face's and GGUF's names of tensors → our names, also those of encoders and of heads that draft tokens.
 
 The names are Hugging Face's for Llama, except for a layer's four norms. These are named by their place, because
 `post_attention_layernorm` has two meanings in Hugging Face's models:
@@ -7,13 +7,18 @@ The names are Hugging Face's for Llama, except for a layer's four norms. These a
     model.layers.N.post_attention_norm   on attention's result  model.layers.N.post_mlp_norm   on the MLP's result
 
 An unknown tensor keeps its name, so that the loader can list it as unexpected.
+
+A head that drafts tokens is beside the network in a model's files: `mtp.*`, or a layer more. Its names here are those
+of a model with one layer, which also has `eh_proj`, `enorm` and `hnorm` (`models.layers.extra_inputs` has the
+equations). The head shares the network's embedding and its projection to logits.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from infer.errors import ModelError
 from infer.files.tensors.tensor_info import TensorInfo
 
 
@@ -245,7 +250,7 @@ def names_from_gguf(names: Iterable[str], own: Mapping[str, str] = _USUAL) -> di
 def name_in_gguf(name: str, own: Mapping[str, str]) -> str | None:
     """Return the name of one of our tensors in a GGUF file, or None if there is none.
 
-    It is the inverse of `names_from_gguf`. Stacks of experts have the names of `stacked_experts`, without a number.
+    It is the inverse of `names_from_gguf`. Stacks of experts have the names of `fused_tensors`, without a number.
     """
     return _translated(name, _OUR_LAYER, "blk.", _VECTOR_IN_GGUF, {**_MODULE_IN_GGUF, **own})
 
@@ -332,3 +337,52 @@ def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str
 def without_poolers(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return an encoder's tensors without the head that some have for training, after classifiers took theirs."""
     return {name: info for name, info in tensors.items() if not name.startswith(("pooler.", "head."))}
+
+
+_MOST_LAYERS = 64
+_LAYER = re.compile(r"(?:((model|language_model)\.)*layers|blk)\.([0-9]+)\.(.+)")
+_MTP = re.compile(r"(?:model\.)?mtp\.(layers\.0\.|fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)(.+)")
+_OF_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+_AT, _NORM = "model.layers.0.", "shared_head.norm.weight"
+
+Tensors = Mapping[str, TensorInfo]
+
+
+def own_tensors(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """Return the tensors without those of layers that only draft tokens, which follow the network's own layers."""
+    indices = _drafting_layers(config)
+    return {name: info for name, info in tensors.items() if not indices or _index_of(name) not in indices}
+
+
+def drafting_tensors(
+    tensors: Tensors, config: Mapping[str, Any], read: Callable[[Tensors], dict[str, TensorInfo]]
+) -> dict[str, TensorInfo]:
+    """Return the tensors of the first layer that only drafts tokens.
+
+    `read` makes our names and undoes a format's changes. The result is empty if there is no such layer, or if it raises
+    ModelError: the model runs without its head.
+    """
+    layer, indices = dict[str, TensorInfo](), _drafting_layers(config)
+    for name, info in tensors.items():
+        if (match := _MTP.fullmatch(name)) is not None:
+            layer[_AT + _OF_MTP.get(match[1], "") + match[2]] = info
+        elif indices and _index_of(name) == indices[0]:
+            layer[_AT + name.split(f".{indices[0]}.", 1)[1]] = info
+    try:
+        named = read(layer)
+    except ModelError:
+        return {}
+    return {"model.norm.weight" if name == _AT + _NORM else name: info for name, info in named.items()}
+
+
+def _drafting_layers(config: Mapping[str, Any]) -> range:
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(count) is not int or not 0 < count <= _MOST_LAYERS:
+        return range(0)
+    return range(first, first + count)
+
+
+def _index_of(name: str) -> int:
+    """Return the index of the layer that has a tensor, in a file's names or in ours, or -1 if none has it."""
+    match = _LAYER.fullmatch(name)
+    return -1 if match is None else int(match[3])

@@ -12,7 +12,7 @@ from infer.compute.operands.architecture import Architecture
 from infer.compute.quantization.file_types import Mixture, Traits, may_quantise
 from infer.files.hub.hub_download import is_hub_reachable
 from infer.files.tensors.tensor_names import name_in_gguf
-from infer.models.catalog.model_forecast import ModelForecast, forecast
+from infer.models.catalog.header_facts import ModelForecast, forecast
 from infer.models.families import make_architecture
 from infer.models.tensors import expected_shapes
 

@@ -1,7 +1,7 @@
 """A network → GGUF's keys under the architecture's name, by the list of keys from which `files.config` reads them.
 
 The settings of the network are named as in that list, and its keys are written whose settings the network has.
-llama.cpp has constants for everything else; `round_trip` refuses a network for which they are wrong.
+llama.cpp has constants for everything else; `plan` refuses a network for which they are wrong.
 """
 
 import math

@@ -25,7 +25,7 @@ from infer.compute.backends.cpu import operations as cpu
 from infer.compute.backends.cpu.experts.expert_store import CpuExpertStore
 from infer.compute.backends.cpu.experts.pool_plan import PART_BYTES, PoolPlan, RecordForm
 from infer.compute.backends.cpu.recording import record
-from infer.compute.backends.cpu.state import fields_of
+from infer.compute.backends.cpu.thread_records import fields_of
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.operands.feed_forwards import Router

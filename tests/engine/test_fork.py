@@ -24,7 +24,7 @@ from infer.errors import ClosedError
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.weights import packed_weight
 from infer.text.grammar.libraries import trial_lane
-from infer.text.templates import template_process
+from infer.text.templates import chat_template
 
 warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)  # of a fork, as it is meant here
 folder = sys.argv[1]
@@ -234,7 +234,7 @@ def use_all(llm):
     assert answers(llm) == EXPECTED
 
 use_all(llm)
-lanes = trial_lane("llguidance"), template_process._lane()
+lanes = trial_lane("llguidance"), chat_template._lane()
 short = [addresses._lock, packed_weight._pieces._taking, *(lane._changed for lane in lanes)]
 long = [lane._children[-1]._lock for lane in lanes]
 for lock, most in [*((lock, 0.1) for lock in short), *((lock, None) for lock in long)]:
@@ -255,19 +255,19 @@ def test_parent_and_children_never_share_the_process_of_their_templates(run: Cal
     code = """
 def render(name):
     for index in range(20):
-        assert template_process.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
+        assert chat_template.render("{{ x }}", {"x": f"{name} {index}"}) == f"{name} {index}"
 
 def render_in_child(name):
     assert not os.path.exists(f"/proc/self/fd/{pipe}")
     render(name)
 
 render("before")
-process = template_process._lane()._children[-1]._process
+process = chat_template._lane()._children[-1]._process
 before, pipe = process.pid, process.stdin.fileno()
 children = [in_child(lambda name=name: render_in_child(name)) for name in ("first", "second")]
 render("parent")
 for child in children:
     join(child)
-assert template_process._lane()._children[-1]._process.pid == before
+assert chat_template._lane()._children[-1]._process.pid == before
 """
     run(code)

@@ -14,7 +14,7 @@ from typing import Any
 import hostile_files
 from hostile_files import CONFIG, LLAMA3, read_everything, read_network, use, write_folder, write_gguf
 from infer.errors import InferError
-from infer.text.templates import template_process
+from infer.text.templates import chat_template
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.template_child import make_environment
 from infer.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def _read_template(content: bytes) -> None:
     ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
 
 
-template_process.RENDER_SECONDS = RENDER_SECONDS
+chat_template.RENDER_SECONDS = RENDER_SECONDS
 TARGETS = {
     "gguf": Target(_gguf_seeds, _read_gguf),
     "safetensors": Target(_safetensors_seeds, _read_safetensors, is_json=True),

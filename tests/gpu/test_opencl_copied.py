@@ -25,7 +25,7 @@ opencl_platform.use_cpu_runtime()
 # The platform is chosen before these modules are imported.
 import pyopencl as cl  # noqa: E402
 
-from infer.compute.backends.opencl.memory import Memory  # noqa: E402
+from infer.compute.backends.opencl.runtime import Memory  # noqa: E402
 
 pytestmark = pytest.mark.slow
 _POISON = 0xFF  # in each byte: NaN of every float type, and -1

@@ -58,7 +58,7 @@ from infer.engine.texts.text_ids import Computed, VectorOptions
 from infer.models.transformer import Transformer
 from infer.outputs import SampleTrace, TokenLogprob, TraceCandidate, TraceStage
 from infer.text.tokenizer.detokenizer import Detokenizer
-from infer.text.tokenizer.pairs import EncodedPair
+from infer.text.tokenizer.tokenizers_library import EncodedPair
 
 Messages = Sequence[Mapping[str, Any]]
 Json = dict[str, Any]

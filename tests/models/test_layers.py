@@ -17,10 +17,9 @@ from infer.compute.backends.cpu.capture.forward import CapturedForward
 from infer.compute.backends.cuda.backend import CudaBackend
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.operands.activation_values import Activations
-from infer.compute.operands.architecture import Architecture
+from infer.compute.operands.architecture import Architecture, check_unusual_parts
 from infer.compute.operands.feed_forwards import Dense, Experts, Router
 from infer.compute.operands.step import Chunk, Step
-from infer.compute.operands.unusual_parts import check_unusual_parts
 from infer.compute.operands.weights import FileWeight, Heads, StoredWeight
 from infer.compute.quantization.ggml_blocks import dequantize
 from infer.compute.quantization.quantisers import quantise

@@ -14,7 +14,7 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.compile import compiler
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.simd import load_i64, store_i64
-from infer.compute.backends.cpu.state import STATE
+from infer.compute.backends.cpu.thread_records import STATE
 from infer.compute.backends.cpu.threads import dispatch_table
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import ThreadPool, aligned

@@ -23,7 +23,7 @@ from infer.compute.backends.cpu.experts import expert_file
 from infer.compute.backends.cpu.experts.expert_store import CpuExpertStore, LayerFrames
 from infer.compute.backends.cpu.experts.pool_plan import PoolPlan, RecordForm
 from infer.compute.backends.cpu.recording import record
-from infer.compute.backends.cpu.state import fields_of
+from infer.compute.backends.cpu.thread_records import fields_of
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.operands.weights import ExpertWeights, Norm

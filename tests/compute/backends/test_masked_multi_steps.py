@@ -15,7 +15,7 @@ from infer import GenerationResult, SamplingParams
 from infer.compute import ops
 from infer.compute.backends.cpu.capture.sampled import StepCallback
 from infer.compute.backends.cpu.sample_records import SAMPLE
-from infer.compute.backends.cpu.state import fields_of
+from infer.compute.backends.cpu.thread_records import fields_of
 from infer.compute.backends.cpu.threads.atomics import call_python
 from infer.errors import ConstraintError, EngineFailedError
 from infer.text.grammar.constraint import Constraint

@@ -22,7 +22,7 @@ from infer.compute.backends.cpu.attention.attention import prefix_at
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.records import ATTEND, CHUNK
 from infer.compute.backends.cpu.simd import store_i64
-from infer.compute.backends.cpu.state import STATE
+from infer.compute.backends.cpu.thread_records import STATE
 from infer.compute.backends.cpu.threads.dispatch_table import NO_BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned, thread_pool
 from infer.compute.operands.activation_values import Activations

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infer.compute.backends.cpu.capture.sampled import Verifier
-from infer.compute.backends.cpu.state import STATE
+from infer.compute.backends.cpu.thread_records import STATE
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned
 from infer.compute.operands.step import Chunk, Masks

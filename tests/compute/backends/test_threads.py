@@ -14,8 +14,7 @@ import pytest
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.compile.addresses import compiled_address
-from infer.compute.backends.cpu.state import STATE
-from infer.compute.backends.cpu.thread_records import MAX_THREADS
+from infer.compute.backends.cpu.thread_records import MAX_THREADS, STATE
 from infer.compute.backends.cpu.threads import adaptive, atomics, pool
 from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Outcome
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, READ_BARRIER, Command, DispatchTable

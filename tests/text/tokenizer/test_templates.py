@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from infer.errors import InvalidRequestError, ModelFormatError
-from infer.text.templates import template_process
+from infer.text.templates import chat_template
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.special_tokens import SpecialTexts
 from infer.text.templates.template_messages import without_system
@@ -206,10 +206,10 @@ BOMBS = {
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set the limit of a template to a quarter of its processor seconds."""
-    monkeypatch.setattr(template_process, "RENDER_SECONDS", template_process.RENDER_SECONDS / 4)
-    template_process._lane.cache_clear()
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", chat_template.RENDER_SECONDS / 4)
+    chat_template._lane.cache_clear()
     yield
-    template_process._lane.cache_clear()
+    chat_template._lane.cache_clear()
 
 
 @pytest.mark.usefixtures("short_limit")
@@ -229,7 +229,7 @@ def test_an_error_points_at_the_line_of_the_template() -> None:
 
 def test_a_killed_process_is_started_again_and_so_is_one_of_a_fork() -> None:
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
-    process = template_process._lane()._children[-1]._process
+    process = chat_template._lane()._children[-1]._process
     assert process is not None
     process.kill()
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1", "the template is not to blame"
@@ -243,7 +243,7 @@ def test_a_killed_process_is_started_again_and_so_is_one_of_a_fork() -> None:
 def test_a_template_that_waits_for_a_processor_is_no_bomb() -> None:
     """The limit counts the processor's time, so that a busy machine refuses nothing."""
     ChatTemplate("", {}).render([USER])
-    time.sleep(template_process.RENDER_SECONDS + 0.5)
+    time.sleep(chat_template.RENDER_SECONDS + 0.5)
     assert ChatTemplate("{{ 1 }}", {}).render([USER]) == "1"
 
 

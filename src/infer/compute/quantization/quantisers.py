@@ -18,14 +18,16 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.compute.quantization.grid_search import GRID_TYPES, search_grid
 from infer.compute.quantization.scale_search import (
     Levels,
+    SuperForm,
     best_scales,
     consecutive,
     fit_scales,
     fit_scales_and_minima,
     inverse,
+    levels_for,
     levels_of,
+    search,
 )
-from infer.compute.quantization.super_blocks import SuperForm, levels_for, search
 from infer.errors import ModelError, UnsupportedModelError
 
 BlockValues = Float[Tensor, "blocks size"]

@@ -34,7 +34,7 @@ from infer.models.draft_plan import DraftPlan
 from infer.models.from_checkpoint import load_checked
 from infer.models.load import OnProgress
 from infer.models.transformer import Transformer
-from infer.text.templates.template_process import start_rendering
+from infer.text.templates.chat_template import start_rendering
 from infer.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")

@@ -25,7 +25,7 @@ from infer.model_settings import RerankerName
 from infer.models.pooled_head import DenseLayer, Head, load_head
 from infer.outputs import Pooling
 from infer.text.tokenizer import Tokenizer
-from infer.text.tokenizer.pairs import EncodedPair
+from infer.text.tokenizer.tokenizers_library import EncodedPair
 
 _INSTRUCTION, _QUERY, _DOCUMENT = (f"{{{{ messages[{index}].content }}}}" for index in range(3))
 _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]

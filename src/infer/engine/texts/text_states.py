@@ -24,7 +24,7 @@ from infer.engine.step.sequence import common_length
 from infer.engine.texts.text_ids import ReadText, TextIds
 from infer.errors import ContextLengthError, InvalidRequestError, ModelError
 from infer.outputs import Pooling
-from infer.text.tokenizer.pairs import EncodedPair
+from infer.text.tokenizer.tokenizers_library import EncodedPair
 
 _Value = TypeVar("_Value")
 # The number by which a sum of states is divided, of the places of its tokens from 1.

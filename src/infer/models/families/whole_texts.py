@@ -7,9 +7,8 @@ sides. For Gemma 3 it also reads `use_bidirectional_attention`: a window then en
 import re
 from dataclasses import replace
 
-from infer.compute.operands.architecture import Architecture, Layer
+from infer.compute.operands.architecture import Architecture, Layer, unusual_parts
 from infer.compute.operands.mixers import Attention
-from infer.compute.operands.unusual_parts import unusual_parts
 from infer.errors import UnsupportedModelError
 from infer.models.families.config_values import Config, flag
 from infer.models.families.family import Family

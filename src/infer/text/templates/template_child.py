@@ -1,4 +1,4 @@
-"""Render chat templates in a process that a malicious template cannot harm. `template_process` runs it as a program.
+"""Render chat templates in a process that a malicious template cannot harm. `chat_template` runs it as a program.
 
 It has Hugging Face's Jinja environment, in Jinja's sandbox. It reads lines of JSON, [template, variables, most
 characters]. It answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. It imports nothing

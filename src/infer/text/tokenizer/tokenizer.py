@@ -20,9 +20,15 @@ from infer.text.tokenizer.detokenizer import Detokenizer
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES
 from infer.text.tokenizer.infill import InfillMarks, find_marks
 from infer.text.tokenizer.length_bound import Bound, make_length_bound
-from infer.text.tokenizer.pairs import EncodedPair, encode_pair
 from infer.text.tokenizer.tokenizer_files import read_folder, read_gguf
-from infer.text.tokenizer.tokenizers_library import MAX_TOKENS, encode, make_text_backend, read_vocabulary
+from infer.text.tokenizer.tokenizers_library import (
+    MAX_TOKENS,
+    EncodedPair,
+    encode,
+    encode_pair,
+    make_text_backend,
+    read_vocabulary,
+)
 
 _MOST_TEMPLATE_BYTES, _LEAST_BYTES, _BYTES_PER_CHARACTER = 8 << 20, 1_000, 4
 

@@ -87,7 +87,7 @@ def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kerne
     elif isinstance(layer.mixer, GatedDeltaNet):
         yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
     if layer.norms.are_centred or layer.norms.of_sum:
-        yield Kernel(".sum_norm:sum_norm", (), "SUM_NORM", "norms of sums")
+        yield Kernel(".activations:sum_norm", (), "SUM_NORM", "norms of sums")
     if layer.norms.after or layer.has_scale or layer.per_layer_input is not None or add_apart(layer):
         yield Kernel(".activations:add_rows", (), "ADD_ROWS", "post norms")
     if not (layer.norms.after or layer.norms.of_sum):

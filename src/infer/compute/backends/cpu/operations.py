@@ -355,7 +355,7 @@ def _append_sum_norm(run: Run, x: Tensor, y: Tensor | None, norm: Norm | None, o
         arguments.set(bias=norm.bias.float().contiguous())
     if y is not None:
         arguments.set(y=y)
-    run.append("sum_norm", arguments, BARRIER, ".sum_norm:sum_norm")
+    run.append("sum_norm", arguments, BARRIER, ".activations:sum_norm")
     return arguments
 
 

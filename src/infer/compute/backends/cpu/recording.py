@@ -19,8 +19,7 @@ from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.ranks.memory_group import MemoryGroup
-from infer.compute.backends.cpu.state import STATE
-from infer.compute.backends.cpu.thread_records import MAX_THREADS
+from infer.compute.backends.cpu.thread_records import MAX_THREADS, STATE
 from infer.compute.backends.cpu.threads.dispatch_table import Arguments, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned, thread_pool
 from infer.compute.operands.group import Shares

@@ -12,9 +12,8 @@ from infer.compute.backends.base import Captured, Forward
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import CudaGraphs, Repeats
 from infer.compute.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
-from infer.compute.operands.architecture import Layer
+from infer.compute.operands.architecture import Layer, check_unusual_parts
 from infer.compute.operands.limits import GPU_STEP, StepLimits
-from infer.compute.operands.unusual_parts import check_unusual_parts
 
 _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
     {

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, SampledStep
-from infer.compute.backends.cuda.graphs import Graphs, Recording
+from infer.compute.backends.cuda.graphs import Graphs, Recording, StepInputs
 from infer.compute.backends.cuda.multi_step import MultiStep
-from infer.compute.backends.cuda.step_inputs import StepInputs
 from infer.compute.backends.cuda.verifier import Verifier
 from infer.compute.backends.gpu_memory import FEW_LINES
 from infer.compute.operands.limits import StepLimits

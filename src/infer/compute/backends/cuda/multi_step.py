@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from infer.compute.backends.base import Generated, SampledStep
-from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, aligned_parts
 from infer.compute.backends.cuda.sampling.after_sampling import HEADER, NUM_ROWS, advance_rows
 from infer.compute.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
-from infer.compute.backends.cuda.step_inputs import aligned_parts
 from infer.compute.backends.device_steps import IS_STOPPED, NUM_GENERATED, NUM_STOP_IDS, DeviceSteps, Header
 from infer.compute.operands.step import Interrupt, Masks, Step
 from infer.compute.sampling.columns import SamplingColumns

@@ -16,11 +16,10 @@ import triton
 from torch import Tensor
 
 from infer.compute.backends.base import Generated, PendingStep, SampledStep
-from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
+from infer.compute.backends.cuda.graphs import Event, Graphs, Recording, aligned_parts
 from infer.compute.backends.cuda.sampling.after_sampling import accept_rows, take_tokens
 from infer.compute.backends.cuda.sampling.kernel_arguments import Lines
 from infer.compute.backends.cuda.sampling.recorded_sampler import RecordedSampler, SamplerArguments
-from infer.compute.backends.cuda.step_inputs import aligned_parts
 from infer.compute.operands.step import Chunk, Masks, StepEnd
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History

@@ -18,8 +18,7 @@ from torch import Tensor
 from infer.compute.backends import host_memory
 from infer.compute.backends.base import Forward, Recorded
 from infer.compute.backends.opencl.devices import ITEMS
-from infer.compute.backends.opencl.memory import Placed
-from infer.compute.backends.opencl.runtime import Runtime
+from infer.compute.backends.opencl.runtime import Placed, Runtime
 from infer.compute.operands.step import Step
 
 Axis = Literal["tokens", "logits"]

@@ -1,8 +1,8 @@
 """A forward recorded once as a table of commands, and run for any step: decode, verify, a batch, a chunk of a prompt.
 
 The table reads the numbers of tokens and of logits, and the step's arrays, from fixed slots each time it runs
-(`backends.cpu.state`). Nothing else changes between runs. So there is one recording per model and cache, and its
-results equal those of the same ops run one by one, to the bit.
+(`backends.cpu.thread_records`). Nothing else changes between runs. So there is one recording per model and cache, and
+its results equal those of the same ops run one by one, to the bit.
 
 `CapturedStages` records a forward in stages, of which any range runs as one table.
 """
@@ -26,7 +26,7 @@ from infer.compute.backends.base import (
 )
 from infer.compute.backends.cpu.capture.sampled import Followed, MultiStep, Verifier
 from infer.compute.backends.cpu.recording import arrays_of, record
-from infer.compute.backends.cpu.state import fields_of
+from infer.compute.backends.cpu.thread_records import fields_of
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.operands.step import Chunk, Interrupt, Step

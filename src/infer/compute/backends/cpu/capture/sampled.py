@@ -30,7 +30,7 @@ from infer.compute.backends.cpu.recording import Recording
 from infer.compute.backends.cpu.sample_records import LOGPROB
 from infer.compute.backends.cpu.sampling import launch
 from infer.compute.backends.cpu.sampling.launch import SampleArguments
-from infer.compute.backends.cpu.state import integers
+from infer.compute.backends.cpu.thread_records import integers
 from infer.compute.backends.cpu.threads.dispatch_table import Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.operands.step import Interrupt, Masks, StepEnd

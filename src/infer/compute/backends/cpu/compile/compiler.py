@@ -23,7 +23,7 @@ from infer.compute.backends.cpu.compile.linked_code import (
 from infer.compute.backends.cpu.compile.numba_patches import shortcuts
 from infer.compute.backends.cpu.compile.record_types import RecordAt
 from infer.compute.backends.cpu.host.host_features import arm_features
-from infer.compute.backends.cpu.state import STATE
+from infer.compute.backends.cpu.thread_records import STATE
 from infer.errors import InferError
 
 # LLVM's code generation splits the sum of an address into a pointer and an offset, and guesses which is which: even

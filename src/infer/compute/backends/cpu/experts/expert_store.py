@@ -26,7 +26,7 @@ from infer.compute.backends.cpu.experts.expert_file import ExpertFile, Sums
 from infer.compute.backends.cpu.experts.pool_plan import BLOCK_BYTES, MOST_HALVINGS, PART_BYTES, PARTS, PoolPlan
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LAYOUTS, PLANES
-from infer.compute.backends.cpu.state import STATE, fields_of
+from infer.compute.backends.cpu.thread_records import STATE, fields_of
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Arguments, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned, thread_pool
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.records import EXCHANGE, TRANSFER
-from infer.compute.backends.cpu.state import STATE
-from infer.compute.backends.cpu.thread_records import LINE_WORDS
+from infer.compute.backends.cpu.thread_records import LINE_WORDS, STATE
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Arguments, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned, thread_pool
 from infer.compute.operands.group import Group, Shares

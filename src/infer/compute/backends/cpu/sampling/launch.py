@@ -22,8 +22,7 @@ from infer.compute.backends.cpu.sample_records import (
     SAMPLE_LISTS,
     SAMPLE_SCRATCH,
 )
-from infer.compute.backends.cpu.state import Words, fields_of, integers
-from infer.compute.backends.cpu.thread_records import MAX_THREADS
+from infer.compute.backends.cpu.thread_records import MAX_THREADS, Words, fields_of, integers
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, Command
 from infer.compute.backends.cpu.threads.pool import aligned
 from infer.compute.sampling.columns import SamplingColumns

@@ -11,8 +11,7 @@ thread of a group arrives for the group.
 from numba import njit
 
 from infer.compute.backends.cpu.compile.record_types import nth_record
-from infer.compute.backends.cpu.state import GROUP
-from infer.compute.backends.cpu.thread_records import LINE_WORDS
+from infer.compute.backends.cpu.thread_records import GROUP, LINE_WORDS
 from infer.compute.backends.cpu.threads import atomics
 
 SPIN_NANOSECONDS, _SHORT_SPIN_NANOSECONDS = 50_000, 2_000

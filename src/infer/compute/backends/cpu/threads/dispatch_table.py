@@ -18,12 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infer.compute.backends.cpu.state import fields_of
 from infer.compute.backends.cpu.thread_records import BARRIER as BARRIER
 from infer.compute.backends.cpu.thread_records import BARRIER_IF_MANY as BARRIER_IF_MANY
 from infer.compute.backends.cpu.thread_records import NO_BARRIER as NO_BARRIER
 from infer.compute.backends.cpu.thread_records import READ_BARRIER as READ_BARRIER
-from infer.compute.backends.cpu.thread_records import TABLE
+from infer.compute.backends.cpu.thread_records import TABLE, fields_of
 from infer.errors import InvalidRequestError
 
 Value = int | float | Tensor

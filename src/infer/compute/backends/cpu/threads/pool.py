@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
-from infer.compute.backends.cpu.state import Words, fields_of
-from infer.compute.backends.cpu.thread_records import FLAG, JOB, MAX_THREADS, TABLE
+from infer.compute.backends.cpu.thread_records import FLAG, JOB, MAX_THREADS, TABLE, Words, fields_of
 from infer.compute.backends.cpu.threads.adaptive import AdaptiveThreads, Choice, Outcome
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.errors import InferError

@@ -16,7 +16,7 @@ from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, PLANES
 from infer.compute.backends.cpu.records import PACK
-from infer.compute.backends.cpu.state import STATE
+from infer.compute.backends.cpu.thread_records import STATE
 from infer.compute.backends.cpu.threads.dispatch_table import NO_BARRIER, Command, DispatchTable
 from infer.compute.backends.cpu.threads.pool import aligned, thread_pool
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight, allocate

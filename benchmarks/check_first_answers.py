@@ -16,7 +16,7 @@ from typing import Any
 from first_questions import QUESTIONS, Question, repeats_itself
 from harness import make_parser, print_head, write_report
 from infer import LLM, GenerationResult, SamplingParams
-from infer.compute.sampling.defaults import PRESETS
+from infer.compute.sampling.keywords import PRESETS
 
 OUTCOMES = ("right", "wrong", "repeated", "cut")
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -12,8 +12,7 @@ from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypedDict, Unp
 import torch
 
 from infer.compute.operands.architecture import Architecture
-from infer.compute.sampling.defaults import default_params
-from infer.compute.sampling.keywords import Params
+from infer.compute.sampling.keywords import Params, default_params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.host import Host, load_host
 from infer.engine.requests.prompt_batch import (

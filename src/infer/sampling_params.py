@@ -39,7 +39,7 @@ ALIASES = {
 }
 SEED_BITS = 53  # bits of a random seed, which JSON numbers keep in every language
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choice")
-SMALLEST_TOP_P = 2e-7  # keeps only the likeliest token, as smaller values do: above the margin of `integer_probs`
+SMALLEST_TOP_P = 2e-7  # keeps only the likeliest token, as smaller values do: above the margin of `noise.target`
 
 
 class UnknownParameterError(InvalidRequestError, TypeError):

@@ -24,7 +24,7 @@ from fake_cli import FakeModel
 from infer.cli import subcommands
 from infer.cli.terminal import Spinner
 from infer.compute.backends.cpu.isa import instruction_set
-from infer.compute.sampling.defaults import SamplingDefaults
+from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.sampling_params import SamplingParams

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from cases import cases
 from gguf_files import write_model
 from infer import LLM
-from infer.compute.sampling.defaults import PRESETS, SamplingDefaults, default_params
-from infer.compute.sampling.keywords import SamplingKeywords
+from infer.compute.sampling.keywords import PRESETS, SamplingDefaults, SamplingKeywords, default_params
 from infer.engine.step.request import Limits, checked_params
 from infer.engine.step.request_options import OPTIONS, RequestKeywords
 from infer.errors import InvalidRequestError

@@ -12,7 +12,7 @@ import pytest
 
 from compiled_kernels import MAX_SHARED_BYTES, NUM_TARGETS, TARGETS, Kernels, Kinds, code_of_kinds, count
 from extent import IS_WHOLE
-from infer.compute.sampling import integer_probs, noise
+from infer.compute.sampling import noise
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -150,7 +150,7 @@ def test_the_sampler_fuses_nothing_that_must_round(compiled: Kinds) -> None:
         (
             "weigh_blocks",
             double_literal,
-            (integer_probs.LOG2_E, integer_probs.LN2_HIGH_64, integer_probs.LN2_LOW_64, integer_probs.TAYLOR[0]),
+            (noise.LOG2_E, noise.LN2_HIGH_64, noise.LN2_LOW_64, noise.TAYLOR[0]),
         ),
         ("choose_plain", single_literal, (*noise.LOG_COEFFICIENTS[:3], noise.LN2_LOW_32)),
     ):

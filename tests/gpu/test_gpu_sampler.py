@@ -17,7 +17,7 @@ from compiled_kernels import run_compiled
 from extent import usual_or_all
 from infer import InvalidRequestError, SamplingParams
 from infer.compute import ops
-from infer.compute.sampling import integer_probs, noise, sampler
+from infer.compute.sampling import noise, sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.masks import num_mask_words
@@ -30,9 +30,8 @@ import triton.language as tl  # noqa: E402 - there may be no Triton
 from infer.compute.backends import cuda  # noqa: E402
 from infer.compute.backends.cuda.graphs import Repeats  # noqa: E402
 from infer.compute.backends.cuda.sampling.kernel_arguments import Selection, Stages  # noqa: E402
-from infer.compute.backends.cuda.sampling.keys_and_weights import key_of, logit_of, weights  # noqa: E402
 from infer.compute.backends.cuda.sampling.logprobs import Logprobs  # noqa: E402
-from infer.compute.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, rough_gumbel  # noqa: E402
+from infer.compute.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, key_of, logit_of, rough_gumbel, weights  # noqa: E402  # noqa: E402
 from infer.compute.backends.cuda.sampling.recorded_sampler import SelectedRows  # noqa: E402
 from infer.compute.backends.cuda.sampling.sampler import EXACT, Tiling, choose_by, choose_selected, tiling_of  # noqa: E402
 
@@ -91,7 +90,7 @@ def test_weights_have_the_bits_of_the_definition() -> None:
     logits = torch.cat([logits, torch.full((2048 - len(logits),), -math.inf)]) + 3.3
     out = torch.empty(2048, dtype=torch.int64)
     weight_kernel[(1,)](logits, logits.max(), out, SIZE=2048, **EXACT)
-    assert torch.equal(out, integer_probs.weights(logits, logits.max()))
+    assert torch.equal(out, noise.weights(logits, logits.max()))
 
 
 def test_keys_are_in_the_order_of_the_logits() -> None:

@@ -16,8 +16,8 @@ from infer import load_model
 from infer.compute import ops
 from infer.compute.backends import gpu_memory, gpus
 from infer.compute.backends.before_load import StepSizes
-from infer.compute.backends.device_steps import DeviceSteps, Header, Steps
-from infer.compute.operands.step import Interrupt, Masks
+from infer.compute.backends.device_steps import DeviceSteps, Header
+from infer.compute.operands.step import Interrupt, Masks, StepEnd
 from infer.compute.operands.weights import Projection
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.models.families import make_architecture
@@ -169,7 +169,7 @@ class Device:
     def look(self) -> Header:
         return Header(min(self.submitted, LAST), self.submitted >= LAST)
 
-    def run(self, count: int, masks: Masks | None = None) -> Steps:
+    def run(self, count: int, masks: Masks | None = None) -> tuple[list[list[int]], list[StepEnd]]:
         steps = DeviceSteps(self.group, lambda: None, self.enqueue_sampler, self.mark, self.look, self.ids)
         return steps.run(count, NUM_ROWS, masks, self.interrupt)
 
@@ -182,9 +182,9 @@ def tokens(num_steps: int) -> list[list[int]]:
 @pytest.mark.parametrize("count", [1, 5, 6, 19])
 def test_steps_end_at_the_last_one_with_one_group_submitted_ahead(group: int, count: int) -> None:
     device = Device(group)
-    found = device.run(count)
-    assert found.token_ids == tokens(min(count, LAST))
-    ends = [end.sampling for end in found.ends]
+    token_ids, steps = device.run(count)
+    assert token_ids == tokens(min(count, LAST))
+    ends = [end.sampling for end in steps]
     assert (len(ends), ends) == (min(count, LAST), sorted(ends))
     assert set(device.waits) <= set(range(1, group + 1))  # the device always has work
     assert device.submitted <= -(-LAST // group) * group + group
@@ -192,7 +192,7 @@ def test_steps_end_at_the_last_one_with_one_group_submitted_ahead(group: int, co
 
 def test_an_interrupt_ends_the_steps_with_those_that_are_submitted() -> None:
     device = Device(1, interrupted_at=2)
-    assert (device.run(19).token_ids, device.submitted) == (tokens(3), 3)
+    assert (device.run(19)[0], device.submitted) == (tokens(3), 3)
 
 
 def test_masks_are_awaited_between_the_forward_and_the_sampler_of_each_step() -> None:
@@ -205,7 +205,7 @@ def test_masks_are_awaited_between_the_forward_and_the_sampler_of_each_step() ->
         return done < 3
 
     masks = Masks(words, np.ones(1, np.int64), lambda: calls.append("wait"), advance)
-    assert device.run(9, masks).token_ids == tokens(3)
+    assert device.run(9, masks)[0] == tokens(3)
     assert calls == ["wait", "advance 1 of 9", "wait", "advance 2 of 9", "wait", "advance 3 of 9"]
     assert device.words == [0, 1, 2]
-    assert Device(1).run(9, Masks(words, masks.is_ready, masks.wait, lambda *_: True)).token_ids == tokens(LAST)
+    assert Device(1).run(9, Masks(words, masks.is_ready, masks.wait, lambda *_: True))[0] == tokens(LAST)

@@ -22,9 +22,9 @@ from extent import IS_WHOLE
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli.subcommands import infer
 from infer.compute import ops
-from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cpu.layouts import LAYOUTS
 from infer.compute.backends.opencl.stored_types import KV_TYPES, TYPES, stored_type
+from infer.compute.backends.reference_parts import as_halves
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.step import Step

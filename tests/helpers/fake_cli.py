@@ -17,7 +17,7 @@ from typing import Any
 
 from infer.__main__ import run
 from infer.cli import subcommands
-from infer.compute.sampling.defaults import SamplingDefaults
+from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import ContextLengthError
 from infer.outputs import (
     GenerationResult,

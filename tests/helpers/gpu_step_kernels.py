@@ -20,7 +20,13 @@ from infer.compute.backends.cuda.attention_items import Items
 from infer.compute.backends.cuda.attention_merge import ChunkParts, Results
 from infer.compute.backends.cuda.delta_net import HEADS, gate_heads, mix_runs
 from infer.compute.backends.cuda.delta_net import TILE as STATE_TILE
-from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens
+from infer.compute.backends.cuda.delta_net_inputs import (
+    DeltaNetBuffers,
+    Gates,
+    convolve_tokens,
+    multiply_keys,
+    prepare_tokens,
+)
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.expert_choice import TILE, Tiles, choose_experts, fill_tiles, plan_tiles
@@ -31,7 +37,6 @@ from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TIL
 from infer.compute.backends.cuda.recurrent_pages import ConvPages, DeltaNetPages
 from infer.compute.backends.cuda.rotation import Columns, Rotation, rotate_append
 from infer.compute.backends.cuda.sampling.after_sampling import accept_rows, advance_rows, take_tokens
-from infer.compute.backends.cuda.short_conv import convolve_tokens
 from infer.compute.quantization.kv_formats import KV_TYPES
 
 _ADVANCE = {

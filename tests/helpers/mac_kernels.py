@@ -75,7 +75,7 @@ def undefined_symbols(code: bytes) -> set[str]:
 
 def kernels(*, is_whole: bool) -> Iterator[tuple[Kernel, str]]:
     """Yield kernels, and the set of features that each one is compiled for."""
-    yield Kernel(".weights.file_rows:make_embed_from_file", ("F16",), "EMBED_FROM_FILE"), "neon"
+    yield Kernel(".weights.embed:make_embed_from_file", ("F16",), "EMBED_FROM_FILE"), "neon"
     kv_types = KV_TYPES if is_whole else KV_TYPES[:1]
     settings = zip(cycle(FEW_TYPES), cycle(kv_types), cycle(PLANES), cycle(SETS), strict=False)
     for tiny, (type_, kv_type, precision, set_name) in zip(TINY if is_whole else TINY[:1], settings, strict=False):

@@ -48,7 +48,7 @@ from infer import (
     sample_trace,
 )
 from infer.compute.operands.architecture import Architecture
-from infer.compute.sampling.defaults import SamplingDefaults
+from infer.compute.sampling.keywords import SamplingDefaults
 from infer.engine.requests.answer import Answer
 from infer.engine.requests.host import Host
 from infer.engine.requests.prompt_batch import Ended

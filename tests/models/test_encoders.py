@@ -27,7 +27,7 @@ from infer.compute.backends.before_load import StepSizes
 from infer.compute.backends.cpu.workspace import step_buffers
 from infer.compute.backends.torch_backend import TorchBackend
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.page_sizes import text_cache_bytes
+from infer.compute.kvcache.groups import text_cache_bytes
 from infer.compute.operands.architecture import check_unusual_parts
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS
 from infer.engine.runner.hidden_states import TextEncoder

@@ -40,7 +40,7 @@ from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden,
 from infer.cli.prompts import merge_params, model_defaults
 from infer.cli.streamed_text import MarkdownStyle, WordWrap
 from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note
-from infer.compute.sampling.defaults import default_params
+from infer.compute.sampling.keywords import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
 

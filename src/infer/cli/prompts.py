@@ -21,7 +21,7 @@ from click.core import ParameterSource
 import infer
 from infer.cli.option_fields import Declared, Function, apply_options, argument, option
 from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_row, read_stdin, read_text
-from infer.compute.sampling.defaults import CHAT_DEFAULTS, PRESETS, SamplingDefaults, beside, default_params
+from infer.compute.sampling.keywords import CHAT_DEFAULTS, PRESETS, SamplingDefaults, beside, default_params
 from infer.errors import InvalidRequestError
 from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
 from infer.sampling_params import ALIASES, CONSTRAINTS, FILTER_NAMES, PARAMETERS, SamplingParams, values_from

@@ -35,7 +35,7 @@ from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import given_values, is_given, many_prompts, merge_params, model_defaults, one_prompt, own_params
 from infer.cli.server_options import serves_several
 from infer.cli.terminal import Spinner
-from infer.compute.sampling.defaults import default_params
+from infer.compute.sampling.keywords import default_params
 from infer.sampling_params import SamplingParams
 
 

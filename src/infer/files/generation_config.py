@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from infer.compute.sampling.defaults import SamplingDefaults
+from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import InvalidRequestError
 from infer.files import Checkpoint
 from infer.files.config import SAMPLING_KEYS

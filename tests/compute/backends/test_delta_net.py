@@ -14,7 +14,7 @@ from infer.compute import ops
 from infer.compute.backends.cpu.recording import record
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
-from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.kvcache.groups import page_bytes
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.limits import HOST_STEP

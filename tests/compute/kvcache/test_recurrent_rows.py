@@ -14,8 +14,7 @@ from torch import Tensor
 from extent import usual_or_all
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import check_layers, make_groups, pool_sizes
-from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.kvcache.groups import check_layers, make_groups, page_bytes, pool_sizes
 from infer.compute.kvcache.paged import PagedCache
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv

@@ -280,7 +280,7 @@ def test_a_temperature_shifts_a_row_only_where_its_largest_logit_would_overflow(
 
 def test_top_p_counts_integer_weights_so_that_an_order_of_equal_probabilities_does_not_matter() -> None:
     """The floating-point sum depends on the order of additions. The sum of integers does not."""
-    from infer.compute.sampling.integer_probs import weights
+    from infer.compute.sampling.noise import weights
 
     logits = make_logits("normal", 262_144, 1)
     all_weights = weights(logits, logits.max())

@@ -15,8 +15,8 @@ from infer.compute.operands.step import Chunk, Masks
 from infer.compute.ops import SampledStep, device
 from infer.compute.sampling.columns import WHOLE_HISTORY, SamplingColumns, uses_history
 from infer.compute.sampling.definition import process_logits
-from infer.compute.sampling.integer_probs import target
 from infer.compute.sampling.masks import num_mask_words, pack_masks, unpack_bits
+from infer.compute.sampling.noise import target
 from infer.compute.sampling.sampler import Sampled
 from infer.engine.runner import runner
 from refusals import check_refused

@@ -25,9 +25,8 @@ from infer.compute.quantization.ggml_blocks import numbers_of, scales_of
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 from infer.errors import InferError
 from infer.files import open_checkpoint
-from infer.models.catalog import tensor_checks
-from infer.models.catalog.doctor import examine
-from infer.models.catalog.tensor_checks import far_from_median
+from infer.models.catalog import doctor
+from infer.models.catalog.doctor import examine, far_from_median
 from quantised_folders import by_name, save, write_quantised
 from tiny import TINY, make_tiny
 
@@ -224,7 +223,7 @@ def test_pieces_count_as_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = write_file(tmp_path, change=_fill(EMBEDDING, 0.0, slice(30, 32)))
     seen = list[tuple[int, int]]()
     whole = examine(path, lambda done, total: None)
-    monkeypatch.setattr(tensor_checks, "_VALUES_PER_PIECE", 100)  # one row
+    monkeypatch.setattr(doctor, "_VALUES_PER_PIECE", 100)  # one row
     assert examine(path, lambda done, total: seen.append((done, total))) == whole
     assert "ids 30, 31" in str(whole.findings[0])
     total = sum(values.size for values in all_tensors().values())

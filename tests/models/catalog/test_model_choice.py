@@ -19,7 +19,7 @@ from gguf_files import write_model
 from infer.cli import model_loading, subcommands
 from infer.cli.model_loading import ModelOffer, offer_lines
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.page_sizes import slot_bytes
+from infer.compute.kvcache.groups import slot_bytes
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.files import open_checkpoint
 from infer.models.catalog import hub_models

@@ -16,7 +16,7 @@ import torch
 
 from infer.cli.bench.memory_probe import MemoryProbe
 from infer.cli.bench.speed import Workload, make_prompt, projections_by_kind, token_bytes, weight_bytes_by_kind
-from infer.compute.kvcache.page_sizes import read_bytes
+from infer.compute.kvcache.groups import read_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer, ShortConv

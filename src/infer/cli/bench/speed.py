@@ -19,7 +19,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple, final
 
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.compute.kvcache.page_sizes import read_bytes
+from infer.compute.kvcache.groups import read_bytes
 from infer.compute.operands.weights import Projection
 from infer.llm import LLM
 from infer.models.load import OnProgress

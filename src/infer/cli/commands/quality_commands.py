@@ -26,8 +26,7 @@ from infer.cli.terminal import Spinner, columns_of_rows, megabytes, print_report
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
-from infer.models.catalog.doctor import Diagnosis, examine
-from infer.models.catalog.tensor_checks import TensorSummary, weight_errors
+from infer.models.catalog.doctor import Diagnosis, TensorSummary, examine, weight_errors
 from infer.serving.web_ui.report_page import Bars, ChartRow, chart_rows, facts, page, remarks, section, tall_chart
 from infer.system.atomic import replacing
 

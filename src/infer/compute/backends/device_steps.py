@@ -26,13 +26,6 @@ class Header(NamedTuple):
     is_stopped: bool
 
 
-class Steps(NamedTuple):
-    """Tokens of each row, and the end of each step."""
-
-    token_ids: list[list[int]]
-    ends: list[StepEnd]
-
-
 @final
 @dataclass(frozen=True)
 class DeviceSteps:
@@ -50,8 +43,10 @@ class DeviceSteps:
     look: Callable[[], Header]
     ids: TokenIds
 
-    def run(self, count: int, num_rows: int, masks: Masks | None, interrupt: Interrupt | None) -> Steps:
-        """Run up to `count` steps of `num_rows` rows."""
+    def run(
+        self, count: int, num_rows: int, masks: Masks | None, interrupt: Interrupt | None
+    ) -> tuple[list[list[int]], list[StepEnd]]:
+        """Run up to `count` steps of `num_rows` rows. Return the tokens of each row, and the end of each step."""
         ends = [time.perf_counter()]  # first the start
         if masks is None:
             self._run_ahead(count, interrupt, ends)
@@ -60,7 +55,7 @@ class DeviceSteps:
         num_steps = self.look().num_generated
         _append_ends(ends, num_steps + 1 - len(ends))
         token_ids = [list(self.ids[row : num_steps * num_rows : num_rows]) for row in range(num_rows)]
-        return Steps(token_ids, [StepEnd(end, end) for end in ends[1 : num_steps + 1]])
+        return token_ids, [StepEnd(end, end) for end in ends[1 : num_steps + 1]]
 
     def _run_ahead(self, count: int, interrupt: Interrupt | None, ends: list[float]) -> None:
         under_way = deque[tuple[int, Callable[[], bool]]]()

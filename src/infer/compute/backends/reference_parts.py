@@ -1,4 +1,4 @@
-"""Parts of the ops in plain torch: products, norms, gates and curves."""
+"""Parts of the ops in plain torch: products, norms, gates, curves, and conversions of weights to F16."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +10,17 @@ from torch import Tensor
 
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.group import Shares
-from infer.compute.operands.weights import Norm, ObservedWeight, Projection, StoredWeight, Weight
+from infer.compute.operands.weights import (
+    ConvertedWeight,
+    Norm,
+    ObservedWeight,
+    Projection,
+    StoredWeight,
+    UnreadWeight,
+    Weight,
+)
 from infer.compute.quantization.ggml_blocks import dequantize
+from infer.errors import UnsupportedModelError
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -62,3 +71,23 @@ def normalize(x: Float[Tensor, "*rows hidden"], norm: Norm) -> Float[Tensor, "*r
 
 def softcapped(x: Float[Tensor, "*shape"], cap: float | None) -> Float[Tensor, "*shape"]:
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def as_halves(weight: Weight, stored_type: Callable[[str], str]) -> Weight:
+    """Return the weight, or its conversion to F16 if `stored_type` of its type is another type.
+
+    Reading the rows raises UnsupportedModelError if F16 cannot hold a value.
+    """
+    if not isinstance(weight, StoredWeight | UnreadWeight) or stored_type(weight.type) == weight.type:
+        return weight
+    return ConvertedWeight(weight, "F16", _halves)
+
+
+def _halves(rows: StoredWeight) -> Tensor:
+    halves = dequantize(rows.data, rows.type).half()
+    if not halves.isfinite().all():
+        raise UnsupportedModelError(
+            f"this device stores {rows.type} as F16, which ends at 65,504, and a matrix has a larger value: use "
+            "device cpu"
+        )
+    return halves

@@ -19,10 +19,9 @@ from torch import Tensor
 from infer.compute import ops
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import make_groups, pool_sizes
-from infer.compute.kvcache.page_memory import CachedLayer, PageMemory
+from infer.compute.kvcache.page_memory import CachedLayer, PageMemory, check_saved, load_tensors, saved_tensors
 from infer.compute.kvcache.page_rows import GroupRows, page_keys, possible_prefixes
 from infer.compute.kvcache.pages import num_pages
-from infer.compute.kvcache.saved_rows import check_saved, load_tensors, saved_tensors
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention, Mixer
 from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from infer.compute import ops
-from infer.compute.kvcache.page_sizes import TEXT_PAGE_TOKENS as PAGE_TOKENS
-from infer.compute.kvcache.page_sizes import num_text_pages
+from infer.compute.kvcache.groups import TEXT_PAGE_TOKENS as PAGE_TOKENS
+from infer.compute.kvcache.groups import num_text_pages
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention

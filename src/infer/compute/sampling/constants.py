@@ -1,6 +1,6 @@
 """The numbers of the sampler, without torch. Kernels are compiled with the same numbers.
 
-`noise` computes in float32, `integer_probs` in float64: ln 2 is divided into a high and a low part for each.
+`noise` computes noise in float32 and weights in float64: ln 2 is divided into a high and a low part for each.
 """
 
 # Codes that replace the token of a failed row. `sampler.message_of` returns the message of a code.

@@ -1,4 +1,6 @@
-"""Gumbel noise as a pure function of (seed, position, token id), the same bits on every device and in every language.
+"""Noise and probabilities as pure functions, with the same bits on every device and in every language.
+
+Gumbel noise is a function of (seed, position, token id).
 
 `argmax(logit / T + Gumbel)` draws from `softmax(logit / T)`, so a token depends only on its logits and this function.
 
@@ -11,13 +13,33 @@ Noise increases as h decreases. It is float32 made of integer operations, conver
 in the written order: no division, no library logarithm, no fused multiply-add. Numba keeps to that without `fastmath`,
 Triton with `enable_fp_fusion=False`. Small V keep their full relative precision, because such tokens win. A token whose
 scaled logit is more than 26.1 below the largest can never win, so it can be skipped.
+
+Probabilities are integers, so that their sums do not depend on an order, a device or a number of threads.
+
+    weight(d) = eᵈ × 2⁴², rounded to the nearest integer, for d = logit − largest logit ≤ 0
+
+The largest token weighs 2⁴² and a million of them fit 63 bits. eᵈ = 2ⁿ p(r) with n = round(d / ln 2), r = d − n ln 2
+and Taylor's p to the 11th power, within 7e-15: float64 of +, −, × in the order written, rounded each time, never fused.
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.compute.sampling.constants import LN2_HIGH_32, LN2_LOW_32, LOG_COEFFICIENTS, ONE_BITS, SQRT_HALF_BITS
+from infer.compute.sampling.constants import (
+    LN2_HIGH_32,
+    LN2_HIGH_64,
+    LN2_LOW_32,
+    LN2_LOW_64,
+    LOG2_E,
+    LOG_COEFFICIENTS,
+    LOWEST,
+    ONE_BITS,
+    ROUNDER,
+    SQRT_HALF_BITS,
+    TAYLOR,
+    WEIGHT_BITS,
+)
 
 
 def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
@@ -109,3 +131,24 @@ def _low_word(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
 def signed(number: int) -> int:
     word = number & (1 << 64) - 1
     return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def weights(logits: Float[Tensor, "*rows vocab"], largest: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows vocab"]:
+    """Return the weights of float32 logits; −inf weighs 0."""
+    d = (logits.double() - largest.double()[..., None]).clamp(min=LOWEST)
+    n = (d * LOG2_E + ROUNDER) - ROUNDER
+    r = (d - n * LN2_HIGH_64) - n * LN2_LOW_64
+    p = torch.full_like(r, TAYLOR[0])
+    for coefficient in TAYLOR[1:]:
+        p = p * r + coefficient
+    scale = (n.to(torch.int64) + (1023 + WEIGHT_BITS) << 52).view(torch.float64)
+    return ((p * scale + ROUNDER) - ROUNDER).to(torch.int64)
+
+
+def target(total: Int[Tensor, "*rows"], top_p: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+    """Return the sum that a kept set must reach.
+
+    It is slightly below p, by the precision of float32 logits: log 0.5, log 0.3 and log 0.2 at top_p = 0.8 keep two
+    tokens.
+    """
+    return (top_p - 1e-7) * total.double()

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from infer.compute.sampling.integer_probs import target, weights
+from infer.compute.sampling.noise import target, weights
 from infer.errors import InvalidRequestError
 from infer.parameters import shown
 from infer.sampling_params import PARAMETERS, SMALLEST_TOP_P, SamplingParams

@@ -17,8 +17,8 @@ from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.constants import NOT_A_NUMBER, NOTHING_ALLOWED, WEIGHT_BITS
 from infer.compute.sampling.definition import NO_TOKEN_ALLOWED, LogitsError, choose_token, process_logits
 from infer.compute.sampling.history import History
-from infer.compute.sampling.integer_probs import weights
 from infer.compute.sampling.masks import num_mask_words, unpack_bits
+from infer.compute.sampling.noise import weights
 from infer.errors import InvalidRequestError
 from infer.outputs import TokenLogprob
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from infer.compute.operands.architecture import Architecture
-from infer.compute.sampling.defaults import SamplingDefaults
+from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.compute.backends.before_load import memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.page_sizes import page_bytes
+from infer.compute.kvcache.groups import page_bytes
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.limits import STATE_TOKENS

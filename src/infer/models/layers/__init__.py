@@ -17,9 +17,8 @@ from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Projection
 from infer.models.layers.attention import LoadedAttention
-from infer.models.layers.dense import LoadedDense
-from infer.models.layers.experts import LoadedExperts
 from infer.models.layers.extra_inputs import LoadedPerLayerInput
+from infer.models.layers.feed_forward import LoadedDense, LoadedExperts
 from infer.models.layers.recurrent import LoadedRecurrent
 from infer.models.weight_loader import WeightLoader
 

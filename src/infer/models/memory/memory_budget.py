@@ -13,8 +13,7 @@ from typing import Self, final
 
 from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import make_groups, most_pages, with_state_memory
-from infer.compute.kvcache.page_sizes import text_cache_bytes
+from infer.compute.kvcache.groups import make_groups, most_pages, text_cache_bytes, with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits

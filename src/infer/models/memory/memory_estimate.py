@@ -12,8 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 
 from infer.compute.backends.before_load import MemoryRules, memory_rules, step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import make_groups, pool_sizes
-from infer.compute.kvcache.page_sizes import page_bytes, read_bytes, slot_bytes
+from infer.compute.kvcache.groups import make_groups, page_bytes, pool_sizes, read_bytes, slot_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Experts
 from infer.compute.operands.limits import HOST_STEP, StepLimits

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from infer.compute.sampling.defaults import default_params
+from infer.compute.sampling.keywords import default_params
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.requests.prompt_encoding import is_conversation

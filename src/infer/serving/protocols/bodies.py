@@ -16,7 +16,7 @@ from typing import Annotated, Any, final
 import msgspec
 from msgspec import Meta, Struct
 
-from infer.compute.sampling.defaults import default_params
+from infer.compute.sampling.keywords import default_params
 from infer.errors import ClosedError, ContextLengthError, InvalidRequestError
 from infer.request_limits import MAX_KEYS
 from infer.sampling_params import (

@@ -70,7 +70,7 @@ def _of_weights(
     yield Kernel(".weights.embed:make_embed", (types[table], isa.inputs), "EMBED", f"weights {types[table]}")
     kept = types.get(PER_LAYER_TABLE)
     if kept is not None:
-        yield Kernel(".weights.file_rows:make_embed_from_file", (kept,), "EMBED_FROM_FILE", "per-layer embeddings")
+        yield Kernel(".weights.embed:make_embed_from_file", (kept,), "EMBED_FROM_FILE", "per-layer embeddings")
     for type_ in sorted({type_ for name, type_ in types.items() if name != PER_LAYER_TABLE}):
         yield Kernel(".weights.pack_kernels:make_pack", (type_, isa.inputs), "PACK", f"weights {type_}")
     others = {name for name in types if ".mlp.experts." in name}  # multiplied by kernels of their own
@@ -83,7 +83,7 @@ def _of_weights(
 
 def _of_layer(layer: Layer, types: Mapping[str, str], at: str) -> Iterator[Kernel]:
     if isinstance(layer.mixer, ShortConv):
-        yield Kernel(".short_conv:short_conv", (), "SHORT_CONV", "short convolutions")
+        yield Kernel(".delta_net.inputs:short_conv", (), "SHORT_CONV", "short convolutions")
     elif isinstance(layer.mixer, GatedDeltaNet):
         yield Kernel(".delta_net.recurrence:gated_delta_net", (), "GATED_DELTA_NET", "gated delta nets")
     if layer.norms.are_centred or layer.norms.of_sum:

@@ -303,7 +303,7 @@ def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, s
         arguments.set(page_bits=pages.page_tokens.bit_length() - 1)
         if weights.bias is not None:
             arguments.set(bias=weights.bias)
-        run.append("short conv", arguments, BARRIER, ".short_conv:short_conv")
+        run.append("short conv", arguments, BARRIER, ".delta_net.inputs:short_conv")
         return Activations(out, run.offer("mixed", arguments, None) if is_in_blocks(features, None) else None)
 
 

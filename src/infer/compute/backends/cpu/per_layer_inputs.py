@@ -33,7 +33,7 @@ def _embed_from_file(run: Run, table: Weight, scale: float, out: Tensor) -> None
     arguments = Arguments(EMBED_FROM_FILE, descriptor=descriptor, offset=offset, row_bytes=table.row_bytes)
     arguments.set(in_features=table.in_features, num_rows=table.out_features, out=out, scale=scale)
     arguments.keeps.append(table)
-    run.append("rows", arguments, NO_BARRIER, ".weights.file_rows:make_embed_from_file", table.type)
+    run.append("rows", arguments, NO_BARRIER, ".weights.embed:make_embed_from_file", table.type)
 
 
 def gate_inputs(

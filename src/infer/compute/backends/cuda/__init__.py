@@ -6,10 +6,10 @@ slowly.
 
 from infer.compute.backends.cuda.attention import attend
 from infer.compute.backends.cuda.delta_net import gated_delta_net
-from infer.compute.backends.cuda.embed import embed
+from infer.compute.backends.cuda.delta_net_inputs import short_conv
+from infer.compute.backends.cuda.embed import embed, gate_inputs, per_layer_inputs
 from infer.compute.backends.cuda.experts import add_experts
 from infer.compute.backends.cuda.packing import prepare
-from infer.compute.backends.cuda.per_layer_inputs import gate_inputs, per_layer_inputs
 from infer.compute.backends.cuda.projection import (
     head,
     norm_activate,
@@ -19,7 +19,6 @@ from infer.compute.backends.cuda.projection import (
     project_add,
 )
 from infer.compute.backends.cuda.sampling.sampler import choose_tokens
-from infer.compute.backends.cuda.short_conv import short_conv
 from infer.compute.backends.reference import add_text_inputs
 from infer.compute.backends.reference_attention import attention_weights
 

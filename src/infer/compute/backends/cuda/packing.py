@@ -8,9 +8,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cuda.layouts import BLOCK, LAYOUTS, PLANES, Layout, PackedWeight
 from infer.compute.backends.gpu_memory import stored_type
+from infer.compute.backends.reference_parts import as_halves
 from infer.compute.operands.weights import ConvertedWeight, Projection, StoredWeight, UnreadWeight, Weight
 from infer.compute.quantization.ggml_blocks import Numbers, numbers_of
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES

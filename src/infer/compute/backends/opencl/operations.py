@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.backends import reference
-from infer.compute.backends.as_halves import as_halves
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.sampling import launch
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
@@ -24,6 +23,7 @@ from infer.compute.backends.opencl.devices import ITEMS
 from infer.compute.backends.opencl.launches import Axis, Run, scope
 from infer.compute.backends.opencl.runtime import Runtime, storage_of
 from infer.compute.backends.opencl.stored_types import check_kv_type, stored_type
+from infer.compute.backends.reference_parts import as_halves
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.step import Step

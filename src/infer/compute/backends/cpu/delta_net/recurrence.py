@@ -8,14 +8,21 @@ for x = k with j < t, which gives u_t, then for x = q with j ≤ t, which gives 
 the elements of x, then over j. So its bits depend neither on how many tokens a step has, nor on which tokens a tile
 has. No exponent is positive. G is float64: after a token that forgets all, its rounding in float32 would be an error of
 all decays in the rest of the page.
+
+The inner loop is rows × a matrix, added to sums in registers. Each sum starts from the contents of memory and ends
+there. So neither the tile's shape nor a cut between two matrices changes its bits.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from llvmlite.ir import IRBuilder as Builder
+from numba import njit, types
+from numba.core import cgutils
 
+from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activations import inverse_rms, quantize_block, quantized_size, record_address
+from infer.compute.backends.cpu.attention import registers
 from infer.compute.backends.cpu.delta_net.inputs import (
     PageTokens,
     column,
@@ -24,13 +31,17 @@ from infer.compute.backends.cpu.delta_net.inputs import (
     store_gates,
     store_keys_and_queries,
 )
-from infer.compute.backends.cpu.delta_net.products import add_products, clear
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.math_functions import exp_up_to_0, silu
 from infer.compute.backends.cpu.simd import (
+    Value,
+    address,
     load_f32,
     load_scalar_f32,
     load_scalar_f64,
+    multiply,
+    offset,
+    operation,
     splat_f32,
     store_f32,
     store_scalar_f32,
@@ -38,6 +49,53 @@ from infer.compute.backends.cpu.simd import (
     subtract_f64,
 )
 from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_share
+
+_VECTOR_BYTES = 4 * LANES
+
+
+@operation(types.void, *(address,) * 9)
+def _add_products(
+    b: Builder, num_rows: Value, x: Value, x_bytes: Value, m: Value, m_bytes: Value, depth: Value, out: Value,
+    out_bytes: Value, num_vectors: Value,
+) -> None:  # fmt: skip
+    def rows(height: int, vectors: int, first: Value) -> None:
+        xs, outs = [b.add(x, b.mul(first, x_bytes))], [b.add(out, b.mul(first, out_bytes))]
+        for _ in range(height - 1):
+            xs.append(b.add(xs[-1], x_bytes))
+            outs.append(b.add(outs[-1], out_bytes))
+
+        def tile(width: int, vector: Value) -> None:
+            column = multiply(b, vector, _VECTOR_BYTES)
+            places = [offset(b, b.add(each, column), _VECTOR_BYTES * v) for each in outs for v in range(width)]
+            sums, start = registers.variables(b, [simd.load_f32(b, place) for place in places]), b.add(m, column)
+            with cgutils.for_range(b, depth) as loop:
+                row, element = b.add(start, b.mul(loop.index, m_bytes)), multiply(b, loop.index, 4)
+                columns = [simd.load_f32(b, offset(b, row, _VECTOR_BYTES * v)) for v in range(width)]
+                for index, each in enumerate(xs):
+                    registers.add_products(b, sums[index * width :], simd.broadcast(b, b.add(each, element)), columns)
+            registers.store_variables(b, sums, places)
+
+        registers.for_each_vector(b, num_vectors, vectors, tile)
+
+    registers.for_each_tile(b, num_rows, rows)
+
+
+@njit
+def add_products(num_rows, x, x_bytes, m, m_bytes, depth, out, out_bytes, num_vectors):
+    """Add Σ_i x[row, i] × m[i] to out[row], for i < depth.
+
+    x is f32 [num_rows, depth], m is [depth, 16 × num_vectors], and out is [num_rows, 16 × num_vectors]. Their rows are
+    `x_bytes`, `m_bytes` and `out_bytes` apart. out is read and written, and must not overlap x or m.
+    """
+    _add_products(num_rows, x, x_bytes, m, m_bytes, depth, out, out_bytes, num_vectors)
+
+
+@njit
+def clear(where, num_rows, row_bytes, num_vectors):
+    """Set the first `num_vectors` × 16 floats of each of `num_rows` rows to 0. The rows are `row_bytes` apart."""
+    for row in range(num_rows):
+        for at in range(where + row * row_bytes, where + row * row_bytes + _VECTOR_BYTES * num_vectors, _VECTOR_BYTES):
+            store_f32(at, splat_f32(0))
 
 
 class Scratch(NamedTuple):

@@ -18,7 +18,7 @@ from infer.compute.backends.cpu.experts.pool_plan import MOST_HALVINGS
 from infer.compute.backends.cpu.simd import load_i64
 from infer.compute.backends.cpu.threads import atomics
 from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_units
-from infer.compute.backends.cpu.weights.file_rows import read_all
+from infer.compute.backends.cpu.weights.embed import read_all
 
 _PRIME = 0x2545F4914F6CDD1D  # odd, so that no product of two different words is equal
 _USE = 1 << 20  # of `uses`

@@ -1,4 +1,4 @@
-"""The sampler's arithmetic on vectors of 16 tokens: the bits of `sampling.noise` and `integer_probs`.
+"""The sampler's arithmetic on vectors of 16 tokens: the bits of `sampling.noise`.
 
 Nothing is fused or reassociated, and the constants are the same. Masks are the low 16 bits of an int32, bit i for lane
 i.

@@ -14,16 +14,17 @@ import triton.language as tl
 
 from infer.compute.backends.cuda.sampling.edits import INFINITY, divisors_of, edited, raw_logits, shift_of, tempered
 from infer.compute.backends.cuda.sampling.kernel_arguments import FILTER_FIELDS, IS_FILTERED, SEED, double, integer
-from infer.compute.backends.cuda.sampling.keys_and_weights import (
+from infer.compute.backends.cuda.sampling.noise import (
     MAX_ID,
     MIN,
     best_of,
     goal_of,
+    gumbel_of,
+    hash_tokens,
     key_of,
     logit_of,
     weights,
 )
-from infer.compute.backends.cuda.sampling.noise import gumbel_of, hash_tokens
 from infer.compute.backends.cuda.sampling.unfiltered import code_of, largest_of_row, lifted_largest_of_row
 
 TOP_K, TOP_P, LOG_MIN_P = (FILTER_FIELDS[name] for name in ("top_k", "top_p", "min_p"))

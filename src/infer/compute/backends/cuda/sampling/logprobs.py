@@ -23,7 +23,7 @@ from infer.compute.backends.cuda.sampling.kernel_arguments import (
     integer,
     single,
 )
-from infer.compute.backends.cuda.sampling.keys_and_weights import MAX_ID, MIN, best_of, key_of, logit_of, weights
+from infer.compute.backends.cuda.sampling.noise import MAX_ID, MIN, best_of, key_of, logit_of, weights
 from infer.compute.backends.cuda.sampling.unfiltered import lifted_largest_of_row
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.sampler import Sampled, normalized

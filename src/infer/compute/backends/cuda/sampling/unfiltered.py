@@ -17,8 +17,15 @@ from infer.compute.backends.cuda.sampling.kernel_arguments import (
     integer,
     single,
 )
-from infer.compute.backends.cuda.sampling.keys_and_weights import MAX_ID, best_of, key_of
-from infer.compute.backends.cuda.sampling.noise import ROUGH_ERROR, gumbel_of, hash_tokens, rough_gumbel
+from infer.compute.backends.cuda.sampling.noise import (
+    MAX_ID,
+    ROUGH_ERROR,
+    best_of,
+    gumbel_of,
+    hash_tokens,
+    key_of,
+    rough_gumbel,
+)
 
 NOT_A_NUMBER, NOTHING_ALLOWED = tl.constexpr(-1), tl.constexpr(-2)
 

@@ -28,7 +28,7 @@ from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
 from infer.models.gguf_export.plan import ExportPlan, export_plan, network_plan
-from infer.models.gguf_export.tokenizer_values import _TEXTS, _all_triples, tokenizer_values
+from infer.models.gguf_export.tokenizer_values import _SPLIT_TEXTS, _all_triples, tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantised_folders import by_name, write_quantised
@@ -376,5 +376,5 @@ def test_the_probe_has_all_triples_and_tells_all_rules_apart() -> None:
     for name, rules in PRE_TOKENIZERS.items():
         if not rules.marks_spaces and rules != PRE_TOKENIZERS["bailingmoe"]:  # the rules of qwen2 in other words
             shown = replace(rules, composes=False, ignore_merges=False, adds_bos=False, num_separators=0)
-            cut = str([shown.make().pre_tokenize_str(text) for text in _TEXTS])
+            cut = str([shown.make().pre_tokenize_str(text) for text in _SPLIT_TEXTS])
             assert cuts.setdefault(cut, shown) == shown, name

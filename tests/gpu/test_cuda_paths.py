@@ -25,7 +25,7 @@ from tiny import BY_NAME, LONGROPE, TINY, Tiny, make_tiny
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from infer.compute.backends.cuda import multi_step
+from infer.compute.backends.cuda import sampled
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import Repeats
 
@@ -114,7 +114,7 @@ def test_rows_in_company_say_what_they_say_alone(device_world: World, cases: lis
 
 @pytest.fixture
 def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.setattr(multi_step, "GROUP", 2)
+    monkeypatch.setattr(sampled, "GROUP", 2)
     return Runner(device_world.model, 64, num_slots=2, step_tokens=16)
 
 

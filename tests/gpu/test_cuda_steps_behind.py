@@ -22,7 +22,7 @@ from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, make_sequence,
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from deferred_graphs import DeferredGraphs, defer
-from infer.compute.backends.cuda.verifier import Verifier
+from infer.compute.backends.cuda.sampled import Verifier
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")
 NUM_SEEDS = usual_or_all(1, 30)

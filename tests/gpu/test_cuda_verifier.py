@@ -19,7 +19,7 @@ from infer.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from infer.compute.backends.cuda.graphs import Recording, Repeats
-from infer.compute.backends.cuda.verifier import Verifier
+from infer.compute.backends.cuda.sampled import Verifier
 from test_gpu_sampler import drawn_batch
 
 pytestmark = pytest.mark.usefixtures("quick_interpreter")

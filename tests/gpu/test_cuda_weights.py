@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
-from infer.compute.backends.cuda import packing, projection
+from infer.compute.backends.cuda import layouts, projection
 from infer.compute.backends.cuda.activations import Twin, quantized, twin_of
 from infer.compute.backends.cuda.dense import TILES, dense_tile
 from infer.compute.backends.cuda.layouts import LAYOUTS, PLANES
@@ -346,7 +346,7 @@ def test_rows_that_are_read_some_at_a_time_are_the_same(type_: str, monkeypatch:
     columns = columns_of(type_)
     weight = weight_of(type_, 7, columns)
     whole = cuda.prepare(Projection((weight, weight)), CPU).parts[0]
-    monkeypatch.setattr(packing, "_BYTES_AT_ONCE", 3 * weight.row_bytes)
+    monkeypatch.setattr(layouts, "_BYTES_AT_ONCE", 3 * weight.row_bytes)
     unread = UnreadWeight(type_, weight.shape, lambda first, last: weight.data[first:last])
     pieces = cuda.prepare(Projection((unread, weight)), CPU).parts[0]
     for name in PLANE_NAMES:

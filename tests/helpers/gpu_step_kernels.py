@@ -16,12 +16,13 @@ from gpu_compiler import AMD, LEFT, SHARED_BYTES, TARGETS, code_of, compiled, cu
 from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized
 from infer.compute.backends.cuda.attention import tuning_of
 from infer.compute.backends.cuda.attention_chunks import attend_chunks
-from infer.compute.backends.cuda.attention_items import Items
-from infer.compute.backends.cuda.attention_merge import ChunkParts, Results
+from infer.compute.backends.cuda.attention_items import ChunkParts, Items, Results
 from infer.compute.backends.cuda.delta_net import HEADS, gate_heads, mix_runs
 from infer.compute.backends.cuda.delta_net import TILE as STATE_TILE
 from infer.compute.backends.cuda.delta_net_inputs import (
+    ConvPages,
     DeltaNetBuffers,
+    DeltaNetPages,
     Gates,
     convolve_tokens,
     multiply_keys,
@@ -34,7 +35,6 @@ from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, exper
 from infer.compute.backends.cuda.kv_blocks import Blocks
 from infer.compute.backends.cuda.matmul import MAX_LANES
 from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TILE, MATVEC_TILE
-from infer.compute.backends.cuda.recurrent_pages import ConvPages, DeltaNetPages
 from infer.compute.backends.cuda.rotation import Columns, Rotation, rotate_append
 from infer.compute.backends.cuda.sampling.after_sampling import accept_rows, advance_rows, take_tokens
 from infer.compute.quantization.kv_formats import KV_TYPES

@@ -442,16 +442,16 @@ def test_a_multi_step_gives_the_tokens_of_single_steps(tiny: Tiny, params: Sampl
     captured = CapturedForward(tiny.forward, capacity=64)
     expected = single_steps(tiny, params, 100)
     start = [Chunk(0, [7])], [0]
-    assert captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100).token_ids == [expected]
-    (stopped,), *_ = captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100, [expected[20], 299])
-    assert stopped == expected[: len(stopped)]
-    assert stopped[-1] in (expected[20], 299)
+    whole, cut, interrupted = (
+        captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100, **each).token_ids[0]
+        for each in ({}, {"stop_ids": [expected[20], 299]}, {"interrupt": Interrupt(1)})
+    )
+    assert (whole, cut, interrupted) == (expected, expected[: len(cut)], expected[:1])
+    assert cut[-1] in (expected[20], 299)
     columns, history = begin_rows([params])
     (first,), *_ = captured.run_multi_step(SampledStep(*start, columns, history), 40)
     (then,), *_ = captured.run_multi_step(SampledStep([Chunk(0, first[-1:])], [40], columns, history), 60)
     assert first + then == expected
-    (interrupted,), *_ = captured.run_multi_step(SampledStep(*start, *begin_rows([params])), 100, (), Interrupt(1))
-    assert interrupted == expected[:1]
 
 
 def test_columns_and_histories_have_the_elements_that_kernels_read() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from extent import slow_except
-from infer.compute.quantization.block_packing import blocks_of
-from infer.compute.quantization.ggml_blocks import dequantize, numbers_of
+from infer.compute.quantization.ggml_blocks import blocks_of, dequantize, numbers_of
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES
 from infer.compute.quantization.quantisers import GRID_TYPES, QUANTISED_TYPES, quantise
 from infer.errors import ModelError, UnsupportedModelError

@@ -1,6 +1,6 @@
 """GGML's tensor types: their names, the number of bytes per block of values, and the contents of a block.
 
-`BLOCK_FIELDS` describes the contents once; `ggml_blocks` and the CPU's `packing` make their decoders from it.
+`BLOCK_FIELDS` describes the contents once; `ggml_blocks` and the CPU's `pack_kernels` make their decoders from it.
 """
 
 from dataclasses import dataclass

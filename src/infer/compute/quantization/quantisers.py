@@ -18,8 +18,7 @@ from jaxtyping import Float, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infer.compute.quantization.block_packing import blocks_of
-from infer.compute.quantization.ggml_blocks import Numbers, numbers_of
+from infer.compute.quantization.ggml_blocks import Numbers, blocks_of, numbers_of
 from infer.compute.quantization.ggml_grids import EVEN_SIGNS, FREE_SIGNS, SHIFT_OF_8, SHIFT_OF_GROUP, UE4M3_HALVES, grid
 from infer.compute.quantization.ggml_types import BLOCK_FIELDS, BLOCK_TYPES, Bits, Field, Grid
 from infer.compute.quantization.scale_search import (

@@ -15,11 +15,10 @@ from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.templates.special_tokens import SpecialTexts
-from infer.text.tokenizer.decoding_rules import make_token_bytes, read_decoding_rules
+from infer.text.tokenizer.decoding_rules import Bound, make_length_bound, make_token_bytes, read_decoding_rules
 from infer.text.tokenizer.detokenizer import Detokenizer
 from infer.text.tokenizer.gguf_vocabulary import END_NAMES
 from infer.text.tokenizer.infill import InfillMarks, find_marks
-from infer.text.tokenizer.length_bound import Bound, make_length_bound
 from infer.text.tokenizer.tokenizer_files import read_folder, read_gguf
 from infer.text.tokenizer.tokenizers_library import (
     MAX_TOKENS,

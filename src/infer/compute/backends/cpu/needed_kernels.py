@@ -51,7 +51,7 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
             yield from _of_experts(layer.feed_forward, types, f"model.layers.{index}.mlp", precision, isa)
     if reads_experts and any(isinstance(layer.feed_forward, Experts) for layer in architecture.layers):
         for name in ("choose", "fetch", "check"):
-            yield Kernel(f".experts.frames:{name}", (), "EXPERT_FETCH", "experts from a file")
+            yield Kernel(f".experts.kernels:{name}", (), "EXPERT_FETCH", "experts from a file")
     yield from kernels_of_cache(kv_type)
     yield Kernel(".attention.attention:finish", (), "ATTEND")
 

@@ -9,7 +9,7 @@ from infer.compute.backends.cuda.delta_net import gated_delta_net
 from infer.compute.backends.cuda.delta_net_inputs import short_conv
 from infer.compute.backends.cuda.embed import embed, gate_inputs, per_layer_inputs
 from infer.compute.backends.cuda.experts import add_experts
-from infer.compute.backends.cuda.packing import prepare
+from infer.compute.backends.cuda.layouts import prepare
 from infer.compute.backends.cuda.projection import (
     head,
     norm_activate,

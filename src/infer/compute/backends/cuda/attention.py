@@ -7,8 +7,16 @@ from torch import Tensor
 
 from infer.compute.backends.cuda.activations import Quantized, Twin, activations_of_all, room_for, twin_of
 from infer.compute.backends.cuda.attention_chunks import attend_chunks
-from infer.compute.backends.cuda.attention_items import CHUNK, FIELDS, SLOTS, Items, num_splits
-from infer.compute.backends.cuda.attention_merge import LOG2_E, ChunkParts, Results
+from infer.compute.backends.cuda.attention_items import (
+    CHUNK,
+    FIELDS,
+    LOG2_E,
+    SLOTS,
+    ChunkParts,
+    Items,
+    Results,
+    num_splits,
+)
 from infer.compute.backends.cuda.kv_blocks import make_blocks
 from infer.compute.backends.cuda.rotation import (
     HEAD_NORM,

@@ -22,23 +22,21 @@ import triton.language as tl
 
 from infer.compute.backends.cuda.attention_items import (
     FIELDS,
-    first_seen,
-    first_turn_of,
-    num_seen_chunks,
-    seen_turns,
-    turn_of,
-)
-from infer.compute.backends.cuda.attention_merge import (
     INFINITY,
     LOG2_E,
     finite,
+    first_seen,
+    first_turn_of,
     gated,
     mean_of,
     merged,
     merged_parts,
     nothing,
+    num_seen_chunks,
+    seen_turns,
     store_part,
     store_results,
+    turn_of,
 )
 from infer.compute.backends.cuda.kv_blocks import LANES, Q8, QUANTIZED_UNIT, TURN, load_keys, load_values, locate_turn
 from infer.compute.quantization.kv_formats import KV_TYPES

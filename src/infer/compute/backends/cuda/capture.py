@@ -17,8 +17,7 @@ from torch import Tensor
 
 from infer.compute.backends.base import Captured, Forward, Generated, PendingStep, SampledStep
 from infer.compute.backends.cuda.graphs import Graphs, Recording, StepInputs
-from infer.compute.backends.cuda.multi_step import MultiStep
-from infer.compute.backends.cuda.verifier import Verifier
+from infer.compute.backends.cuda.sampled import MultiStep, Verifier
 from infer.compute.backends.gpu_memory import FEW_LINES
 from infer.compute.operands.limits import StepLimits
 from infer.compute.operands.step import Interrupt, Step

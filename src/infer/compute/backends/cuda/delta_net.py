@@ -17,9 +17,17 @@ import triton
 import triton.language as tl
 
 from infer.compute.backends.cuda.activations import Quantized, Twin, room_for, store_quantized, twin_of
-from infer.compute.backends.cuda.delta_net_inputs import DeltaNetBuffers, Gates, multiply_keys, prepare_tokens, token_of
+from infer.compute.backends.cuda.delta_net_inputs import (
+    RECENT,
+    DeltaNetBuffers,
+    Gates,
+    delta_net_pages,
+    multiply_keys,
+    page_start,
+    prepare_tokens,
+    token_of,
+)
 from infer.compute.backends.cuda.epilogue import sigmoid
-from infer.compute.backends.cuda.recurrent_pages import RECENT, delta_net_pages, page_start
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import GatedDeltaNet

@@ -95,8 +95,8 @@ def waves(run: Run, experts: ExpertWeights, routing: Arguments) -> Iterator[Argu
         arguments.set(missing=run.tensor(*missing, dtype=torch.int64))
         arguments.set(num_missing=run.tensor("expert num missing", 1, dtype=torch.int64))
         arguments.keeps.append(own)
-        run.append("choose", arguments, BARRIER, ".experts.frames:choose")
-        run.append("fetch", arguments, READ_BARRIER, ".experts.frames:fetch")
+        run.append("choose", arguments, BARRIER, ".experts.kernels:choose")
+        run.append("fetch", arguments, READ_BARRIER, ".experts.kernels:fetch")
         yield tables
 
 

@@ -204,7 +204,7 @@ def _packed_record(pool: FramePool, sources: Sequence[Weight], number: int) -> m
 
 
 def _run(kernel: str, arguments: Arguments) -> None:
-    function = compiled_address(f".experts.frames:{kernel}", EXPERT_FETCH)
+    function = compiled_address(f".experts.kernels:{kernel}", EXPERT_FETCH)
     command = Command(function, arguments.record, BARRIER, kernel, (arguments,))
     thread_pool().run(DispatchTable([command]), aligned(1, STATE))
 

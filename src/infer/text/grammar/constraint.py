@@ -8,13 +8,12 @@ that makes it safe to share. `BudgetConstraint` wraps another one and only restr
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, Literal, NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from infer.errors import ConstraintError
-from infer.text.grammar.grammar import Source
 
 Mask = npt.NDArray[np.int32]
 
@@ -128,20 +127,6 @@ class Matcher(ABC):
         if not self.accept(token_id):
             raise ConstraintError(f"the grammar refuses token {token_id}, which its mask allows")
         return not (self.forced() or self.is_stopped()) and (is_last or _is_filled(self, mask))
-
-
-class GrammarBackend(ABC):
-    """A grammar library for one vocabulary. Sequences share compiled grammars; each sequence has its own matcher."""
-
-    @abstractmethod
-    def compile(self, source: Source) -> tuple[Any, int]:
-        """Return a compiled grammar, and its memory in bytes, measured or estimated.
-
-        Call only after a trial of the same source in another process.
-        """
-
-    @abstractmethod
-    def make_matcher(self, compiled: Any) -> Matcher: ...
 
 
 @final

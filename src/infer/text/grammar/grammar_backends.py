@@ -17,7 +17,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from infer.errors import ConstraintError
-from infer.text.grammar.constraint import GrammarBackend, Mask, Matcher
+from infer.text.grammar.constraint import Mask, Matcher
 from infer.text.grammar.grammar import Source
 from infer.text.grammar.libraries import compile_with_xgrammar, llguidance_limits
 from infer.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ _REFUND = 0.005  # share of SLOW_SECONDS that a quick mask restores
 
 
 @final
-class LlguidanceBackend(GrammarBackend):
+class LlguidanceBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("llguidance")
         self._vocabulary = vocabulary
@@ -247,7 +247,7 @@ class _Spelling:
 
 
 @final
-class XgrammarBackend(GrammarBackend):
+class XgrammarBackend:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library = importlib.import_module("xgrammar")
         self._vocabulary = vocabulary
@@ -325,3 +325,8 @@ def _packed(token_ids: list[int], vocab_size: int) -> Mask:
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
     bits[token_ids] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+# A library for one vocabulary. Sequences share compiled grammars, and each sequence has its own matcher. `compile`
+# returns a compiled grammar and its memory in bytes, measured or estimated, of a source that another process has tried.
+GrammarBackend = LlguidanceBackend | XgrammarBackend

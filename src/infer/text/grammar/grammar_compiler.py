@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
 from infer.system.sized_cache import SizedCache
-from infer.text.grammar.constraint import Constraint, GrammarBackend, StepwiseConstraint
+from infer.text.grammar.constraint import Constraint, StepwiseConstraint
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.grammar_backends import LlguidanceBackend, Vocabulary, XgrammarBackend
+from infer.text.grammar.grammar_backends import GrammarBackend, LlguidanceBackend, Vocabulary, XgrammarBackend
 from infer.text.grammar.json_schema import pointed
 from infer.text.grammar.libraries import try_grammar
 from infer.text.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from infer.text.tokenizer import Tokenizer
 MAX_COMPILED_BYTES = 256 << 20  # of all cached grammars
 _LEAST_BYTES = 20_000
 
-BACKENDS = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
+BACKENDS: dict[str, type[GrammarBackend]] = {"llguidance": LlguidanceBackend, "xgrammar": XgrammarBackend}
 
 
 class _Compiled(NamedTuple):

@@ -15,8 +15,7 @@ from infer.compute.backends.opencl.operations import Operations
 from infer.compute.backends.opencl.runtime import Runtime
 from infer.compute.backends.opencl.stored_types import check_kv_type
 from infer.compute.backends.torch_backend import TorchBackend
-from infer.compute.operands.architecture import Layer
-from infer.compute.operands.unusual_parts import check_unusual_parts
+from infer.compute.operands.architecture import Layer, check_unusual_parts
 from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from infer.errors import InvalidRequestError
 from infer.system import torch_threads

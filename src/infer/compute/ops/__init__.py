@@ -13,18 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from infer.compute.backends.base import (
-    Backend,
-    Captured,
-    ExpertStore,
-    Generated,
-    KernelStore,
-    PendingStep,
-    Precision,
-    Recorded,
-    SampledStep,
-)
-from infer.compute.operands.activation_values import Activations
+from infer.compute.backends.base import Backend as Backend
+from infer.compute.backends.base import Captured as Captured
+from infer.compute.backends.base import ExpertStore as ExpertStore
+from infer.compute.backends.base import Generated as Generated
+from infer.compute.backends.base import KernelStore as KernelStore
+from infer.compute.backends.base import PendingStep as PendingStep
+from infer.compute.backends.base import Precision as Precision
+from infer.compute.backends.base import Recorded as Recorded
+from infer.compute.backends.base import SampledStep as SampledStep
+from infer.compute.operands.activation_values import Activations as Activations
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.recurrent_cache import ConvCache, DeltaNetCache
 from infer.compute.operands.step import Step
@@ -39,61 +37,19 @@ from infer.compute.operands.weights import (
     TextInputWeights,
     Weight,
 )
-from infer.compute.ops.device import (
-    backend_named,
-    backend_of,
-    cuda_backend,
-    cuda_devices,
-    is_gpu_of_use,
-    opencl_devices,
-    set_num_threads,
-    using,
-)
+from infer.compute.ops.device import backend_named as backend_named
+from infer.compute.ops.device import backend_of as backend_of
+from infer.compute.ops.device import cuda_backend as cuda_backend
+from infer.compute.ops.device import cuda_devices as cuda_devices
+from infer.compute.ops.device import is_gpu_of_use as is_gpu_of_use
+from infer.compute.ops.device import opencl_devices as opencl_devices
+from infer.compute.ops.device import set_num_threads as set_num_threads
+from infer.compute.ops.device import using as using
 from infer.compute.quantization.kv_layout import LayerCache
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
 from infer.compute.sampling.sampler import Sampled
-
-__all__ = [
-    "Activations",
-    "Backend",
-    "Captured",
-    "ExpertStore",
-    "Generated",
-    "KernelStore",
-    "PendingStep",
-    "Precision",
-    "Recorded",
-    "SampledStep",
-    "add_experts",
-    "add_text_inputs",
-    "append_keys",
-    "attend",
-    "attention_weights",
-    "backend_named",
-    "backend_of",
-    "choose_tokens",
-    "cuda_backend",
-    "cuda_devices",
-    "embed",
-    "gate_inputs",
-    "gated_delta_net",
-    "head",
-    "is_gpu_of_use",
-    "norm_activate",
-    "norm_gate",
-    "norm_project",
-    "normalize",
-    "opencl_devices",
-    "per_layer_inputs",
-    "prepare",
-    "project_add",
-    "project_add_norm",
-    "sample",
-    "set_num_threads",
-    "using",
-]
 
 
 def prepare(projection: Projection, device: torch.device, precision: Precision = "exact") -> Projection:

@@ -16,22 +16,12 @@ from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import Projection
-from infer.models.layers.attention import LoadedAttention
-from infer.models.layers.extra_inputs import LoadedPerLayerInput
-from infer.models.layers.feed_forward import LoadedDense, LoadedExperts
-from infer.models.layers.recurrent import LoadedRecurrent
+from infer.models.layers.attention import LoadedAttention as LoadedAttention
+from infer.models.layers.extra_inputs import LoadedPerLayerInput as LoadedPerLayerInput
+from infer.models.layers.feed_forward import LoadedDense as LoadedDense
+from infer.models.layers.feed_forward import LoadedExperts as LoadedExperts
+from infer.models.layers.recurrent import LoadedRecurrent as LoadedRecurrent
 from infer.models.weight_loader import WeightLoader
-
-__all__ = [
-    "LoadedAttention",
-    "LoadedDense",
-    "LoadedExperts",
-    "LoadedLayer",
-    "LoadedPart",
-    "LoadedPerLayerInput",
-    "LoadedRecurrent",
-    "load_layer",
-]
 
 LoadedMixer = LoadedAttention | LoadedRecurrent
 

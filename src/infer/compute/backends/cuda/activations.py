@@ -139,7 +139,7 @@ def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) 
     return Quantized(codes, scales, torch.empty(num_tokens, num_blocks, 2, dtype=torch.int32, device=device))
 
 
-def normalized(
+def normalize(
     x: Float[Tensor, "tokens in"], norm: Norm | None, indices: Int[Tensor, "logits"] | None = None
 ) -> Float[Tensor, "selected in"]:
     """Return norm(x), or norm(x[indices]), in float32."""

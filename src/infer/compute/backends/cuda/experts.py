@@ -11,7 +11,7 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalized, room_for
+from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalize, room_for
 from infer.compute.backends.cuda.blocks import matrix_of
 from infer.compute.backends.cuda.dense import DEPTHS, FEW, TILES, num_stages
 from infer.compute.backends.cuda.epilogue import Output
@@ -84,11 +84,11 @@ def _add_some(
     scale: float,
 ) -> None:
     norms, router = experts.norms, experts.router
-    shared_x = normalized(residual, norm)
+    shared_x = normalize(residual, norm)
     router_x, x = (
         (shared_x, shared_x)
         if norms is None
-        else (normalized(residual, norms.router), normalized(residual, norms.experts))
+        else (normalize(residual, norms.router), normalize(residual, norms.experts))
     )
     logits = torch.empty(len(x), router.num_experts, device=x.device)
     multiply(Activations(router_x), None, experts.router_logits, logits)
@@ -106,9 +106,9 @@ def _add_some(
         _sum(results, choice, experts, shared, gates, None, y)
     else:
         _sum(results, choice, experts, None, None, None, y)
-        y = normalized(y, norms.post_experts)
+        y = normalize(y, norms.post_experts)
         if shared is not None:
-            y += normalized(shared, norms.post_shared)
+            y += normalize(shared, norms.post_shared)
     add_result(residual, y, post_norm, scale)
 
 

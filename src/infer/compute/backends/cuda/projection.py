@@ -16,7 +16,7 @@ from infer.compute.backends.cuda.activations import (
     Twin,
     activations_of_all,
     add_normalized,
-    normalized,
+    normalize,
     quantized,
     room_for,
     twin_of,
@@ -164,7 +164,7 @@ def in_form(
     """Return norm(floats), or norm(floats[indices]), in planes or as they are."""
     if form:
         return quantized(floats, norm, form, indices)
-    x = normalized(floats, norm, indices)
+    x = normalize(floats, norm, indices)
     return Quantized(x, x, x)
 
 

@@ -24,8 +24,6 @@ from infer.compute.backends.cpu.experts.commands import (
 )
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.per_layer_inputs import gate_inputs as gate_inputs
-from infer.compute.backends.cpu.per_layer_inputs import per_layer_inputs as per_layer_inputs
 from infer.compute.backends.cpu.projections import (
     activations_of,
     add_rows,
@@ -37,6 +35,8 @@ from infer.compute.backends.cpu.projections import (
     packed,
     project,
 )
+from infer.compute.backends.cpu.projections import gate_inputs as gate_inputs
+from infer.compute.backends.cpu.projections import per_layer_inputs as per_layer_inputs
 from infer.compute.backends.cpu.recording import Run, scope
 from infer.compute.backends.cpu.records import (
     ADD_ROWS,

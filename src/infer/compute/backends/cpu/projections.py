@@ -1,22 +1,27 @@
-"""The commands of a projection: its activations, its product, and what is done with each result."""
+"""The commands of a projection: its activations, its product, and what is done with each result.
+
+The ops of `PerLayerInput` are here, too: all layers' inputs of a token, and the gate with which a layer takes its own.
+"""
 
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.backends.cpu.compile.addresses import compiled_address
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.backends.cpu.layouts import BLOCK, PANEL, SPARE_TOKENS
-from infer.compute.backends.cpu.recording import Offer, Run
-from infer.compute.backends.cpu.records import ADD_ROWS, EPILOGUE, MATMUL, NORMALIZE
+from infer.compute.backends.cpu.recording import Offer, Run, scope
+from infer.compute.backends.cpu.records import ADD_ROWS, EMBED_FROM_FILE, EPILOGUE, MATMUL, NORMALIZE
 from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MANY, NO_BARRIER, Arguments
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.backends.cpu.workspace import groups_per_unit
 from infer.compute.operands.activation_values import Activations
+from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.group import Shares
-from infer.compute.operands.weights import Norm, Projection, Weight
+from infer.compute.operands.weights import Norm, PerLayerWeights, Projection, UnreadWeight, Weight
 from infer.errors import InvalidRequestError
 
 _CACHED_ACTIVATIONS = 1 << 19  # bytes of activations that should stay in a core's cache while weights stream by
@@ -152,3 +157,41 @@ def packed(weight: Weight) -> PackedWeight:
     if not isinstance(weight, PackedWeight):
         raise InvalidRequestError(f"the CPU kernels take packed weights (ops.prepare), got {type(weight).__name__}")
     return weight
+
+
+def per_layer_inputs(
+    x: Float[Tensor, "tokens hidden"], token_ids: Int[Tensor, "tokens"], weights: PerLayerWeights
+) -> Float[Tensor, "tokens inputs"]:
+    features = weights.projection.out_features
+    with scope(weights.projection.label, tokens=token_ids) as run:
+        inputs = run.tensor("per-layer inputs", run.capacity, features)
+        contexts = run.tensor("per-layer contexts", run.capacity, features)
+        _embed_from_file(run, weights.table, weights.table_scale, inputs)
+        project(run, Activations(x), None, weights.projection, (contexts, 0))
+        add_rows(run, inputs, contexts, weights.norm, rows_per_token=features // weights.dim)
+        return inputs
+
+
+def _embed_from_file(run: Run, table: Weight, scale: float, out: Tensor) -> None:
+    """Append what stores the tokens' rows of a table that stays in its file, times scale."""
+    assert isinstance(table, UnreadWeight)
+    assert table.place is not None
+    descriptor, offset = table.place
+    arguments = Arguments(EMBED_FROM_FILE, descriptor=descriptor, offset=offset, row_bytes=table.row_bytes)
+    arguments.set(in_features=table.in_features, num_rows=table.out_features, out=out, scale=scale)
+    arguments.keeps.append(table)
+    run.append("rows", arguments, NO_BARRIER, ".weights.embed:make_embed_from_file", table.type)
+
+
+def gate_inputs(
+    x: Float[Tensor, "tokens hidden"],
+    gate: Projection,
+    activation: Activation,
+    inputs: Float[Tensor, "tokens inputs"],
+    first_column: int,
+) -> Activations:
+    with scope(gate.label, num_tokens=len(x)) as run:
+        out, first = run.columns("gated inputs", run.capacity, gate.out_features, gate.shares)
+        own = first_column if gate.shares is None else first_column + gate.shares.own[0]
+        project(run, Activations(x), None, gate, (out, first), kind=f"gate_{activation}", factors=(inputs, own))
+        return Activations(run.gathered(out, gate.shares))

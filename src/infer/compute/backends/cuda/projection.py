@@ -95,10 +95,6 @@ def norm_activate(
     return activations_of_all(y, twin, projection.shares)
 
 
-def normalize(x: Float[Tensor, "tokens hidden"], norm: Norm) -> Float[Tensor, "tokens hidden"]:
-    return normalized(x, norm)
-
-
 def head(
     x: Float[Tensor, "tokens hidden"],
     logit_indices: Int[Tensor, "logits"],

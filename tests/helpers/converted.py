@@ -73,6 +73,9 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
         _add_muse_glimmer(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
+    for value in ("alpha_n", "alpha_p", "beta", "eps") if family == "apertus" else ():
+        layers = [f"model.layers.{at}.mlp.act_fn.{value}" for at in range(config["num_hidden_layers"])]
+        writer.add_array(f"apertus.xielu.{value}", [float(tensors.pop(name).item()) for name in layers])
     if "linear_num_key_heads" in config:
         add_delta_nets(writer, config)
         tensors = {key: value for item in tensors.items() for key, value in convert_delta_net(*item, config).items()}

@@ -405,6 +405,8 @@ ROWS = [
         embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=0.5,
         rms_norm_eps=1e-2,
     ),
+    _tiny("apertus", hf.ApertusConfig, num_hidden_layers=3, rope_parameters=_LLAMA3_ROPE),
+    _tiny("apertus_biases", hf.ApertusConfig, attention_bias=True, hidden_act="silu"),
     _tiny("nanochat", hf.NanoChatConfig, num_hidden_layers=3, rms_norm_eps=1e-4, final_logit_softcapping=2.0),
     _tiny(
         "sarvam_moe", hf.models.sarvam_moe.configuration_sarvam_moe.SarvamMoEConfig, head_dim=16, n_routed_experts=6,
@@ -532,6 +534,8 @@ def make_tiny(tiny: Tiny, folder: Path) -> Any:
             if name.endswith("gate_up_proj_bias"):
                 parameter.normal_(std=6)  # so that gpt-oss clamps
         for name, buffer in model.named_buffers():
+            if name.endswith(".act_fn.beta"):
+                buffer.uniform_(0.3, 1.3)
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3)
             if name.endswith("layer_scalar"):

@@ -149,7 +149,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     file = read_whole_gguf(path)
     config = config_from_gguf(file)
     form = form_of(str(file.metadata["general.architecture"]))
-    stored = with_factors(file.tensors, has_expert_scales=form.has_expert_scales)
+    with_arrays = file.tensors | file.values_of_layers(form.arrays)
+    stored = with_factors(with_arrays, has_expert_scales=form.has_expert_scales)
     tensors = _renamed(path, stored, names_from_gguf(stored, form.names))
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, info in tensors.items() if form.are_rows_paired else ():

@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from infer.compute import ops
+from infer.compute.operands.feed_forwards import XIELU
 from infer.compute.operands.group import Group, Shares
 from infer.compute.operands.mixers import QueryScale, Rope, Shapes
 from infer.compute.operands.weights import (
@@ -138,6 +140,11 @@ class WeightLoader:
 
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
+
+    def xielu_curve(self, name: str) -> Float[Tensor, "4"]:
+        """Return the values with which xIELU is computed: files have a and b − c in the form log(e^x − 1)."""
+        rising, falling, slope, most = (self.vector(f"{name}.{each}") for each in XIELU)
+        return torch.cat([softplus(rising), slope + softplus(falling), slope, most])
 
     def projection(
         self, *names: str, label: str, ranges: Sequence[Range] | None = None, is_stack: bool = False

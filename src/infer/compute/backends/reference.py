@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.compute.backends.reference_attention import append_keys as append_keys
 from infer.compute.backends.reference_attention import attend as attend
 from infer.compute.backends.reference_attention import attention_weights as attention_weights
-from infer.compute.backends.reference_parts import ACTIVATIONS, dense, gated, gathered, multiplied, project, softcapped
+from infer.compute.backends.reference_parts import activated, dense, gated, gathered, multiplied, project, softcapped
 from infer.compute.backends.reference_parts import normalize as normalize
 from infer.compute.backends.reference_recurrent import gated_delta_net as gated_delta_net
 from infer.compute.backends.reference_recurrent import short_conv as short_conv
@@ -104,7 +104,7 @@ def norm_activate(
     x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection, activation: Activation
 ) -> Activations:
     y = project(x if norm is None else normalize(x, norm), projection)
-    return Activations(gathered(ACTIVATIONS[activation](y), projection.shares))
+    return Activations(gathered(activated(y, activation, projection.curve), projection.shares))
 
 
 def per_layer_inputs(

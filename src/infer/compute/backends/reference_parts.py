@@ -32,6 +32,19 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activated(
+    x: Float[Tensor, "*shape"], activation: Activation, curve: Float[Tensor, "4"] | None
+) -> Float[Tensor, "*shape"]:
+    """Return activation(x).
+
+    xIELU (arXiv:2411.13010) is a x² + c x above 0, else b (e^min(x, d) − 1 − x) + c x, for the curve [a, b, c, d].
+    """
+    if curve is None:
+        return ACTIVATIONS[activation](x)
+    rising, falling, slope, most = curve.to(x.dtype).unbind()
+    return torch.where(x > 0, rising * x * x, falling * (torch.expm1(torch.minimum(x, most)) - x)) + slope * x
+
+
 def gated(
     gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"], activation: Activation
 ) -> Float[Tensor, "*shape"]:

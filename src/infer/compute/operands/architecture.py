@@ -224,6 +224,7 @@ def unusual_parts(layers: Iterable[Layer]) -> set[str]:
     attention = [part for part in parts if isinstance(part, Attention)]
     others |= {name for name, is_part in _OF_ATTENTION.items() if any(map(is_part, attention))}
     others |= {"feed-forwards without a gate" for part in parts if isinstance(part, Dense) and not part.is_gated}
+    others |= {"xIELU" for part in parts if isinstance(part, Dense) and part.activation == "xielu"}
     others |= {"LayerNorm" for layer in layers if layer.norms.are_centred}
     others |= {"attention in parallel to the MLP" for layer in layers if layer.norms.parallel}
     return others | {"layers with a scale" for layer in layers if layer.has_scale}

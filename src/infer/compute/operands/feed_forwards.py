@@ -5,7 +5,8 @@ from typing import Literal
 
 from infer.compute.operands.mixers import Shapes
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "gelu_sigmoid", "relu", "relu_squared", "clamped_swiglu", "xielu"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # the values of this activation, which each layer has of its own
 MAX_EXPERTS = 4096  # per layer: each expert has its own tensors
 # A table of which a step reads the rows of its tokens. It stays in its file if the device's kernels read files.
 PER_LAYER_TABLE = "model.embed_tokens_per_layer.weight"
@@ -31,7 +32,8 @@ class Dense:
     def shapes(self, hidden: int) -> Shapes:
         """Return the shape of each tensor, by its name within the layer."""
         shapes = _mlp_shapes("mlp", hidden, self.intermediate_size, has_bias=self.has_bias)
-        return {name: shape for name, shape in shapes.items() if self.is_gated or "gate_proj" not in name}
+        shapes = {name: shape for name, shape in shapes.items() if self.is_gated or "gate_proj" not in name}
+        return shapes | ({f"mlp.act_fn.{each}": (1,) for each in XIELU} if self.activation == "xielu" else {})
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class Projection:
     label: str = ""  # its name in profiles: L3.qkv
     used_share: float = 1.0  # share of the rows by which one token is multiplied; for experts, the chosen ones
     is_stack: bool = False  # the parts are the matrices of experts, of one type and shape; kernels may pad each
+    curve: Float[Tensor, "4"] | None = None  # the values of xIELU, if it is the activation of y
 
     @property
     def in_features(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from infer.compute.operands.feed_forwards import XIELU
 from infer.files.gguf.gguf_values import (
     GGUFValues,
     chunked_layers,
@@ -40,6 +41,7 @@ class GGUFForm:
     settings: Mapping[str, str | None] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)  # values of keys besides which no other is supported
     fixed: dict[str, Any] = field(default_factory=dict)  # settings of all files
+    arrays: tuple[str, ...] = ()  # keys with a value for each layer, which are tensors here
     # Settings, and endings of the tensors that set them.
     flags: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     differing: tuple[str, ...] = ()  # keys whose values may differ between layers
@@ -197,6 +199,7 @@ FORMS |= {
     "seed_oss": GGUFForm("seed_oss", names=_AFTER_ATTENTION),
     "ernie4_5": GGUFForm("ernie4_5", are_rows_paired=True, paired_share=1.0),
     "arcee": GGUFForm("arcee", are_rows_paired=True),
+    "apertus": GGUFForm("apertus", arrays=tuple(f"xielu.{each}" for each in XIELU), has_default_rope=True),
     "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
     "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
     "stablelm": GGUFForm(

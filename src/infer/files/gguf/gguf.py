@@ -10,7 +10,7 @@ all files. The name of any file opens all of them.
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -64,11 +64,22 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
     files: tuple[OpenFile, ...] = field(repr=False)  # one file, or one per part of a split model
     value_types: dict[str, ValueType] = field(default_factory=dict, repr=False)  # types of the metadata
+    arrays: dict[str, TensorInfo] = field(default_factory=dict, repr=False)  # the metadata's arrays of f32, as tensors
 
     @property
     def typed_values(self) -> dict[str, TypedValue]:
         """The metadata for `gguf_writer.write_gguf`. Each key is written with the same bytes as in this file."""
         return {key: TypedValue(self.value_types[key], value) for key, value in self.metadata.items()}
+
+    def values_of_layers(self, keys: Iterable[str]) -> dict[str, TensorInfo]:
+        """Return the values of arrays with one for each layer, as tensors of the layers."""
+        arrays = {key: self.arrays.get(f"{self.metadata['general.architecture']}.{key}") for key in keys}
+        return {
+            f"blk.{layer}.{key}": info.rows(range(layer, layer + 1))
+            for key, info in arrays.items()
+            if info is not None
+            for layer in range(info.shape[0])
+        }
 
     def floats(self, name: str, count: int) -> list[float]:
         """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""
@@ -116,12 +127,17 @@ class _Header:
         num_tensors, num_values = self.read_counts()
         metadata: dict[str, Any] = {}
         value_types: dict[str, ValueType] = {}
+        arrays: dict[str, TensorInfo] = {}
         for _ in range(num_values):
             start = self.position
             key = self.read_key("a key")
             if key in metadata:
                 self.fail(f"key {key!r:.80}", "appears twice", start)
-            value_types[key], metadata[key] = self.read_value(key)
+            value_types[key], metadata[key] = value_type, value = self.read_value(key)
+            if value_type == "f32" and isinstance(value, list):
+                num_bytes = 4 * len(value)
+                place = self.position - num_bytes, num_bytes
+                arrays[key] = TensorInfo(self.file, key, "F32", (len(value),), *place)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment not in ALIGNMENTS:
             self.fail(
@@ -137,7 +153,7 @@ class _Header:
             tensors[entry.name] = replace(entry, offset=data_start + entry.offset)
         start = data_start if tensors else self.position
         check_layout(self.path, tensors.values(), start, self.file_size, alignment)
-        return GGUFFile(self.path, metadata, tensors, (self.file,), value_types)
+        return GGUFFile(self.path, metadata, tensors, (self.file,), value_types, arrays)
 
     def read_counts(self) -> tuple[int, int]:
         magic = self.take(4)
@@ -344,7 +360,7 @@ def _joined(parts: list[GGUFFile]) -> GGUFFile:
     if expected != len(tensors):
         _fail(first, "split.tensors.count", f"{expected!r:.60} tensors, the parts have {len(tensors)}")
     files = tuple(file for part in parts for file in part.files)
-    return GGUFFile(first.path, first.metadata, tensors, files, first.value_types)
+    return GGUFFile(first.path, first.metadata, tensors, files, first.value_types, first.arrays)
 
 
 def _fail(part: GGUFFile, key: str, problem: str) -> NoReturn:

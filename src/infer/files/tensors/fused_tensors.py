@@ -48,6 +48,8 @@ _QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
 _NUM_AXES = {  # of tensors that some files store with an axis of length one more or less, by the ends of their names
     ".mlp.shared_gate.weight": 2,
     ".mlp.router.correction": 1,
+    ".mlp.act_fn.beta": 1,
+    ".mlp.act_fn.eps": 1,
     "taps": 2,
     "model.embed_types.weight": 2,
 }

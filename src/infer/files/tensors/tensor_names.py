@@ -92,6 +92,11 @@ _GGUF_VECTOR = {
     "ssm_conv1d.weight": "linear_attn.taps",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.decay",
+    # Values of arrays in the metadata, with one for each layer:
+    "xielu.alpha_p": "mlp.act_fn.alpha_p",
+    "xielu.alpha_n": "mlp.act_fn.alpha_n",
+    "xielu.beta": "mlp.act_fn.beta",
+    "xielu.eps": "mlp.act_fn.eps",
 }
 _NORMS = {
     "input_layernorm": "attention_norm",
@@ -100,6 +105,8 @@ _NORMS = {
     "ffn_norm": "mlp_norm",
     "attention_layer_norm": "attention_norm",  # OLMo-hybrid
     "feedforward_layer_norm": "mlp_norm",
+    "attention_layernorm": "attention_norm",  # Apertus
+    "feedforward_layernorm": "mlp_norm",
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "post_mlp_norm",
     "pre_mlp_layernorm": "mlp_norm",  # AFMoE

@@ -79,6 +79,7 @@ SUPPORTED = (
     SupportedModels("cohere", "Command R, Aya 23"),
     SupportedModels("cohere2", "Command R7B, Command A, Tiny Aya"),
     SupportedModels("afmoe", "Trinity (AFMoE)"),
+    SupportedModels("apertus", "Apertus (8B, 70B)"),
     SupportedModels("arcee", "Arcee Foundation Models (AFM-4.5B)"),
     SupportedModels("solar_open", "Solar Open"),
     SupportedModels("nemotron", "Nemotron-4, Minitron"),

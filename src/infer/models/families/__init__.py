@@ -34,7 +34,6 @@ _MODELS_BY_PART = {
     ),
     "the state-space layers of Mamba2": ("granitemoehybrid", "nemotron_h", "mamba2", "bamba", "falcon_h1", "zamba2"),
     "a bias of attention by distance": ("mpnet", "bloom", "mpt"),
-    "the activation xIELU": ("apertus",),
     "four parallel residual streams": ("gemma3n", "gemma3n_text"),
     "the model_type of its text_config": ("mistral3",),
 }

@@ -17,6 +17,7 @@ _CWM: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor
 _CWM |= {"original_max_position_embeddings": 8192}
 _MINISTRAL3: dict[str, Any] = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16_384}
 _MINISTRAL3 |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_APERTUS: dict[str, Any] = _CWM | {"factor": 8.0}
 _KEEP_LENGTHS = ("default", "linear", "dynamic", "llama3")  # kinds of scaling that keep the length of a head
 
 
@@ -43,6 +44,7 @@ def theta_rope(theta: float, scaling: Config | None = None) -> RopeSettings:
 
 usual_rope = theta_rope(10_000.0)
 cwm_rope = theta_rope(1_000_000.0, _CWM)
+apertus_rope = theta_rope(12_000_000.0, _APERTUS)
 gpt_oss_rope = theta_rope(150_000.0, _GPT_OSS)
 ministral3_rope = theta_rope(1_000_000.0, _MINISTRAL3)
 

@@ -275,6 +275,14 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
     ),
     "arcee": replace(_LLAMA, defaults=usual_defaults(4096, eps=1e-5, hidden_act="relu2"), is_gated=False),
+    "apertus": Family(
+        usual_defaults(65_536, eps=1e-5, hidden_act="xielu"),
+        reads=ATTENTION_BIAS,
+        rope_settings=ropes.apertus_rope,
+        activations={**ACTIVATIONS, "xielu": "xielu"},
+        is_gated=False,
+        qk_norm="head",
+    ),
     "nanochat": Family(
         usual_defaults(2048, hidden_act="relu2", final_logit_softcapping=15.0),
         reads=ATTENTION_BIAS | {"final_logit_softcapping"},

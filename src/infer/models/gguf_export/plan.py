@@ -191,6 +191,9 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     check_tensors(architecture, checkpoint.tensors)
     own, factors = network_values(form_of(name), config, architecture)
     tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), factors)
+    arrays = form_of(name).arrays
+    own |= {key: [float(each.read(0, 1)) for each in tensors if each.name.endswith(f".{key}")] for key in arrays}
+    tensors = [each for each in tensors if not each.name.endswith(arrays)]
     values = _general_values(path, name, tensors, checkpoint.generation_config)
     head = head_plan(checkpoint, name, architecture.norm_eps)
     others = _prompt_values(checkpoint)

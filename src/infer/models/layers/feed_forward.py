@@ -35,9 +35,11 @@ class LoadedDense:
     @classmethod
     def load(cls, dense: Dense, norms: Norms, loader: WeightLoader, scale: float) -> Self:
         names = ("mlp.gate_proj", "mlp.up_proj") if dense.is_gated else ("mlp.up_proj",)
+        gate_up = loader.each_by_rows(*names, label="gate_up" if dense.is_gated else "up", are_blocks=True)
+        curve = loader.xielu_curve("mlp.act_fn") if dense.activation == "xielu" else None
         return cls(
             norm=loader.norm("mlp_norm") if norms.before and norms.parallel != "one" else None,
-            gate_up=loader.each_by_rows(*names, label="gate_up" if dense.is_gated else "up", are_blocks=True),
+            gate_up=replace(gate_up, curve=curve),
             activation=dense.activation,
             down=loader.by_rows("mlp.down_proj", label="down"),
             post_norm=loader.norm("post_mlp_norm", eps=norms.eps_after) if norms.after else None,

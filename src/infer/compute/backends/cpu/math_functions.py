@@ -66,6 +66,17 @@ def log_1p(b: Builder, y: Value) -> Value:
     return fma(b, b.fmul(series, square), double, double)
 
 
+@operation(f32x16, f32x16, f32x16, f32x16, f32x16, f32x16)
+def _bent(b: Builder, x: Value, rising: Value, falling: Value, slope: Value, most: Value) -> Value:
+    """Return xIELU. Near 0, e^m − 1 is a polynomial, because a difference would lose its digits."""
+    m = b.select(b.fcmp_ordered("<", x, most), x, most)
+    near = fma(b, _polynomial(b, m, _EXP), b.fmul(m, m), m)
+    grown = b.select(b.fcmp_ordered(">", m, _c(-0.34)), near, b.fsub(exp_up_to_0(b, m), _c(1.0)))
+    falls = b.fmul(falling, b.fsub(grown, x))
+    bend = b.select(b.fcmp_ordered(">", x, _c(0.0)), b.fmul(b.fmul(rising, x), x), falls)
+    return b.fadd(bend, b.fmul(slope, x))
+
+
 @operation(types.float32, types.float32)
 def exp_scalar(b: Builder, x: Value) -> Value:
     return b.extract_element(exp(b, simd.splat(b, x)), constant(I32, 0))
@@ -158,6 +169,12 @@ def relu(x):
 @njit(forceinline=True)
 def relu_squared(x):
     return relu(x) * relu(x)
+
+
+@njit(forceinline=True)
+def xielu(x, curve):
+    """Return the activation with the four values of `Projection.curve`."""
+    return _bent(x, splat_f32(curve[0]), splat_f32(curve[1]), splat_f32(curve[2]), splat_f32(curve[3]))
 
 
 @njit(forceinline=True)

@@ -56,6 +56,8 @@ def project(
         epilogue.set(softcap=softcap)
         if weights is not None:
             epilogue.set(weights=weights)
+        if projection.curve is not None:
+            epilogue.set(curve=projection.curve)
         if factors is not None:
             epilogue.set(factors=factors[0].data_ptr() + 4 * (factors[1] + column), factor_stride=factors[0].shape[1])
             epilogue.keeps.append(factors[0])

@@ -297,6 +297,7 @@ EPILOGUE = np.dtype(
             pointer(np.int64),
         ),  # of `store`, where it adds to tokens: the row of `out` for each row here; 0: the same
         ("weights", pointer(np.float32)),  # of `store`, where it weighs: what each row is multiplied by
+        ("curve", pointer(np.float32)),  # of `store`, if it computes xIELU: the four values of `Projection.curve`
     ]
 )
 

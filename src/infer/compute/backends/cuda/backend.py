@@ -32,6 +32,7 @@ _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
         "scaled queries",
         "shared keys",
         "short convolutions",
+        "xIELU",
     }
 )
 

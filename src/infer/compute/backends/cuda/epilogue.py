@@ -18,6 +18,7 @@ class Output(NamedTuple):
     ADD: tl.constexpr
     HAS_SOFTCAP: tl.constexpr
     ACTIVATION: tl.constexpr  # of the product itself, if it has no gate; or ""
+    curve: Any  # the four values of xIELU; `out` for other activations
 
 
 @triton.jit
@@ -25,7 +26,9 @@ def biased(value, y, rows):
     """Return the value plus the bias of `rows`, which must all exist, with the activation applied to the sum."""
     if y.HAS_BIAS:
         value += tl.load(y.bias + rows)
-    if y.ACTIVATION != "":
+    if y.ACTIVATION == "xielu":
+        value = xielu(value, y.curve)
+    elif y.ACTIVATION != "":
         value = activated(value, y.ACTIVATION)
     return value
 
@@ -66,6 +69,19 @@ def activated(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "relu_squared")
         y = tl.where(x < 0, 0.0, x * x)
     return y
+
+
+@triton.jit
+def xielu(x, curve):
+    """Return the activation. Near 0, e^m − 1 is a polynomial, because a difference would lose its digits."""
+    m = tl.minimum(x, tl.load(curve + 3))
+    p = m * 1.9875691500e-4 + 1.3981999507e-3
+    p = p * m + 8.3334519073e-3
+    p = p * m + 4.1665795894e-2
+    p = p * m + 1.6666665459e-1
+    p = p * m + 5.0000001201e-1
+    falls = tl.load(curve + 1) * (tl.where(m > -0.34, p * m * m + m, tl.exp(m) - 1.0) - x)
+    return tl.where(x > 0, tl.load(curve) * x * x, falls) + tl.load(curve + 2) * x
 
 
 @triton.jit

@@ -165,6 +165,7 @@ def _multiply(
             ADD=triton.language.constexpr(False),
             HAS_SOFTCAP=triton.language.constexpr(False),
             ACTIVATION=triton.language.constexpr(""),
+            curve=y,
         )
         _launch(x, pairs, stacks, output, left, activation or "")
         row += weight.out_features

@@ -146,6 +146,7 @@ def multiply(
             ADD=tl.constexpr(add),
             HAS_SOFTCAP=tl.constexpr(softcap is not None),
             ACTIVATION=tl.constexpr("" if gate else activation or ""),
+            curve=y if projection.curve is None else projection.curve,
         )
         left = room_for(y, form) if activation else None
         launch(forms[form], weight, output, left, len(y), gate)

@@ -17,7 +17,7 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activations import quantize_block, quantized_size, record_address
 from infer.compute.backends.cpu.isa import BY_NAME, InstructionSet
 from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
-from infer.compute.backends.cpu.math_functions import GATED, sigmoid, softcapped
+from infer.compute.backends.cpu.math_functions import GATED, sigmoid, softcapped, xielu
 from infer.compute.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.compute.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.compute.backends.cpu.matmul.strips import PANELS, make_multiply_strips, scratch_bytes
@@ -249,8 +249,8 @@ def make_store(kind: str) -> Callable[..., None]:
     """
     capping, gating, weighing, by_token = kind == "capped", kind in GATED, kind == "weighted", kind == "by_token"
     adding, squashing = kind == "add", kind == "sigmoid"
-    gating_factors, activating = kind.startswith("gate_"), kind.startswith("only_")
-    activate: Any = GATED.get(kind.removeprefix("gate_").removeprefix("only_"))
+    gating_factors, activating, curving = (kind.startswith(each) for each in ("gate_", "only_", "only_xielu"))
+    activate: Any = (GATED | {"xielu": xielu}).get(kind.removeprefix("gate_").removeprefix("only_"))
 
     def store(args, state, buffer, first_row):
         panel, width, groups = load_i64(buffer), load_i64(buffer + 8), load_i64(buffer + 16)
@@ -276,7 +276,7 @@ def make_store(kind: str) -> Callable[..., None]:
                 if capping:
                     value = softcapped(value, args.softcap)
                 if activating:
-                    value = activate(value, simd.splat_f32(np.float32(1)))
+                    value = activate(value, args.curve if curving else simd.splat_f32(np.float32(1)))
                 if gating_factors:
                     factors = args.factors + 4 * (to * args.factor_stride + row)
                     value = activate(value, load_upto(factors, room))

@@ -73,6 +73,9 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
         _add_muse_glimmer(writer, config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = _with_stacked_experts(load_file(folder / "model.safetensors"))
+    for name in [name for name in tensors if name.endswith("_layernorm.norms.0.weight")]:
+        norms = [tensors.pop(f"{name[:-9]}.{head}.weight") for head in range(heads[f"{name.split('.')[4][0]}_proj"])]
+        tensors[f"{name[:-15]}.weight"] = np.stack(norms)
     for value in ("alpha_n", "alpha_p", "beta", "eps") if family == "apertus" else ():
         layers = [f"model.layers.{at}.mlp.act_fn.{value}" for at in range(config["num_hidden_layers"])]
         writer.add_array(f"apertus.xielu.{value}", [float(tensors.pop(name).item()) for name in layers])

@@ -443,6 +443,7 @@ CENTRED = [
     _tiny("starcoder2_plain", hf.Starcoder2Config, use_bias=False, tie_word_embeddings=False),
     _tiny("stablelm", hf.StableLmConfig, use_qkv_bias=True),
     _tiny("stablelm_parallel", hf.StableLmConfig, use_parallel_residual=True),
+    _tiny("stablelm_norms", hf.StableLmConfig, num_hidden_layers=3, qk_layernorm=True, use_parallel_residual=True),
     _tiny("jais2", hf.models.jais2.configuration_jais2.Jais2Config),
     _tiny("nemotron", hf.NemotronConfig),
     _tiny("gpt2", hf.GPT2Config),

@@ -106,6 +106,11 @@ PARTS = [
         "mlp beside attention",
     ),
     (BY_NAME["apertus"], "feed-forwards without a gate, xIELU", "mlp 96, xielu"),
+    (
+        BY_NAME["stablelm_norms"],
+        "LayerNorm, attention in parallel to the MLP, norms of q and k that subtract the mean",
+        "q and k norms (head centred)",
+    ),
     (BY_NAME["hunyuan_v1_dense"], "norms of q and k after their rotation", "q and k norms (head after)"),
     (BY_NAME["qwen3_moe"], "experts", ", experts, 3 of 20 chosen by softmax, mlp 64, silu"),
     (BY_NAME["llama4_chunks"], "attention in chunks, experts, scaled queries", "chunks of 23 tokens, "),

@@ -28,10 +28,11 @@ def head_starts(attention: Attention, num_ranks: int) -> tuple[int, ...] | None:
     """Return the first query head of each rank, and the end of the last rank.
 
     A rank gets whole key heads with all their queries, or some queries of one key head. Returns None if every rank must
-    have all heads: because q and k are normalised over all heads together, or because there are too few heads.
+    have all heads: because q and k are normalised over all heads together, each head has a norm of its own, or there
+    are too few heads.
     """
     num_kv_heads, group = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
-    if attention.qk_norm == "all":
+    if attention.qk_norm in ("all", "head_centred"):
         return None
     if num_ranks <= num_kv_heads:
         return tuple(group * (num_kv_heads * rank // num_ranks) for rank in range(num_ranks + 1))

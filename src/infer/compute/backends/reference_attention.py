@@ -157,7 +157,11 @@ def rotate(
     x: Float[Tensor, "tokens heads dim"], norm: Norm | None, heads: Heads, pages: Pages, step: Step
 ) -> Float[Tensor, "tokens heads dim"]:
     if norm is not None and not heads.are_norms_after:
-        x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
+        if norm.is_centred:
+            plain = replace(norm, weight=torch.ones_like(norm.weight[: x.shape[-1]]))
+            x = normalize(x, plain) * norm.weight.view(x.shape[1:]).to(x.dtype)
+        else:
+            x = normalize(x.flatten(1), norm).view_as(x) if len(norm.weight) > x.shape[-1] else normalize(x, norm)
     if heads.rope is not None:
         x = turn(x, heads.rope, pages, step)
     return normalize(x, norm) if norm is not None and heads.are_norms_after else x

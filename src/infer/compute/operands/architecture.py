@@ -210,6 +210,7 @@ _OF_ATTENTION: dict[str, Callable[[Attention], bool]] = {
     "norms of values": lambda attention: attention.has_v_norm,
     "attention without a mask": lambda attention: not attention.is_causal,
     "norms of q and k after their rotation": lambda attention: attention.qk_norm == "head_after",
+    "norms of q and k that subtract the mean": lambda attention: attention.qk_norm == "head_centred",
     "shared keys": lambda attention: not attention.has_keys,
     "attention in chunks": lambda attention: attention.chunk is not None,
     "scaled queries": lambda attention: attention.query_scale is not None,

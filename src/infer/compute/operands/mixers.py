@@ -5,8 +5,9 @@ from typing import Literal
 
 Shapes = dict[str, tuple[int, ...]]  # of a network's tensors, by their names
 GateCurve = Literal["sigmoid", "softplus"]
-# The norm is over each head, before or after its rotation, or over all heads together.
-QKNorm = Literal["head", "head_unweighted", "head_after", "all"]
+# The norm is over each head, before or after its rotation, or over all heads together. "head_centred" subtracts the
+# mean of each head, and each head has weights of its own.
+QKNorm = Literal["head", "head_unweighted", "head_after", "head_centred", "all"]
 # Matrices that are never quantised here, because their errors add up along a text.
 KEPT_AS_FLOATS = ("linear_attn.a_proj.weight", "linear_attn.b_proj.weight")
 
@@ -124,7 +125,10 @@ class Attention:
             shapes |= {f"self_attn.{which}_proj.bias": (count,) for which, count in rows.items()}
         if self.has_output_bias:
             shapes["self_attn.o_proj.bias"] = (hidden,)
-        if self.qk_norm and self.qk_norm != "head_unweighted":
+        if self.qk_norm == "head_centred":
+            each = [("q", head) for head in range(self.num_heads)] + [("k", head) for head in range(self.num_kv_heads)]
+            shapes |= {f"self_attn.{which}_norm.norms.{head}.weight": (self.head_dim,) for which, head in each}
+        elif self.qk_norm and self.qk_norm != "head_unweighted":
             sizes = (wide, narrow) if self.qk_norm == "all" else (self.head_dim, self.head_dim)
             normed = zip("qk" if self.has_keys else "q", sizes, strict=False)
             shapes |= {f"self_attn.{which}_norm.weight": (size,) for which, size in normed}

@@ -319,7 +319,9 @@ class Heads:
     head_dim: int
     scale: float
     rope: RopeTable | None
-    q_norm: Norm | None  # before the rotation: over each head, or over all heads together if its weight is as long
+    # Before the rotation: over each head, or over all heads together if its weight is as long. With `is_centred` it is
+    # over each head, with a part of the weight for each.
+    q_norm: Norm | None
     k_norm: Norm | None
     softcap: float | None = None  # a score s becomes softcap × tanh(s / softcap), before invisible tokens are left out
     sinks: Float[Tensor, "heads"] | None = None  # one more logit per head, not scaled

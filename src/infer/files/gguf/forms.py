@@ -206,6 +206,7 @@ FORMS |= {
         "stablelm",
         has_layer_norm=True,
         keys=(_PARALLEL,),
+        flags={"qk_layernorm": "blk.0.attn_q_norm.weight"},
         settings={_PARALLEL: None},  # llama.cpp's converter writes true if a config has no such setting
         derived=parts_in_parallel,
     ),

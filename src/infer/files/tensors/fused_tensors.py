@@ -45,6 +45,7 @@ FUSED = {  # our names of matrices that contain several, and of their parts in a
 }
 _Q, _OF_HEADS = ".self_attn.q_proj", "query_key_value"
 _QKVZ, _BA = ".linear_attn.qkvz_proj", ".linear_attn.ba_proj"
+_NORMS_OF_HEADS = (".self_attn.q_norm", ".self_attn.k_norm")
 _NUM_AXES = {  # of tensors that some files store with an axis of length one more or less, by the ends of their names
     ".mlp.shared_gate.weight": 2,
     ".mlp.router.correction": 1,
@@ -68,7 +69,11 @@ def taken_apart(
         module, _, kind = name.rpartition(".")
         fused = next((end for end in (*FUSED, _OF_HEADS) if module.endswith(f".{end}")), "")
         at = module.removesuffix(fused)
-        if is_stack(module):
+        if kind == "weight" and module.endswith(_NORMS_OF_HEADS) and len(info.shape) == 2:  # a row for each head
+            heads = [info.rows(range(head, head + 1)) for head in range(info.shape[0])]
+            shape = info.shape[1:]
+            found |= {f"{module}.norms.{head}.weight": replace(each, shape=shape) for head, each in enumerate(heads)}
+        elif is_stack(module):
             found |= each_expert(info, module, kind, order)
         elif module.endswith((_QKVZ, _BA)):
             found |= _of_key_heads(info, module, config)

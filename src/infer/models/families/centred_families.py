@@ -66,7 +66,8 @@ CENTRED: dict[str, Family] = {
         renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
         rotates_partly=True,
         norms=_parallel_if_set("one"),
-        refuses={"qk_layernorm": False},
+        qk_norm="head_centred",
+        qk_norm_setting="qk_layernorm",
     ),
     "jais2": _PLAIN,
     "nemotron": replace(

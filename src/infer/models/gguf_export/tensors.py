@@ -30,6 +30,7 @@ from infer.files.tensors.lazy_weights import as_float32
 from infer.files.tensors.tensor_names import name_in_gguf
 
 _EXPERT = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.([0-9]+)\.(gate|up|down)_proj\.(weight|bias)")
+_HEAD = re.compile(r"(model\.layers\.[0-9]+\.self_attn\.[qk]_norm)\.norms\.([0-9]+)\.weight")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 # In all files: llama.cpp has no kernels for other types of these tensors, and its converter writes float32.
 _IN_FLOAT32 = re.compile(
@@ -211,20 +212,29 @@ def _alternating(heads: int, num_rows: int) -> Order:
 
 
 def _take_stacks(named: Named, form: GGUFForm) -> dict[str, tuple[tuple[int, ...], UnreadWeight]]:
-    """Remove the tensors of single experts, and return their stacks by our names, each with its shape."""
+    """Remove the tensors of single experts and of norms of heads.
+
+    Return their stacks by our names, each with its shape.
+    """
     experts: dict[tuple[str, str, str], dict[int, UnreadWeight]] = {}
+    norms: dict[str, dict[int, UnreadWeight]] = {}
     for each in list(named):
-        if match := _EXPERT.fullmatch(each):
+        if match := _HEAD.fullmatch(each):
+            norms.setdefault(match[1], {})[int(match[2])] = named.pop(each)
+        elif match := _EXPERT.fullmatch(each):
             experts.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = named.pop(each)
     if "mlp.experts.gate_up_proj" in form.fused:
         for module, part, kind in [each for each in experts if each[1] == "gate"]:
             gates, ups = experts.pop((module, part, kind)), experts.pop((module, "up", kind))
             experts[module, "gate_up", kind] = {index: joined([gates[index], ups[index]]) for index in gates}
-    found: dict[str, tuple[tuple[int, ...], UnreadWeight]] = {}
+    stacks: dict[str, tuple[tuple[int, ...], UnreadWeight]] = {
+        f"{module}.weight": ((len(of_heads), *of_heads[0].shape), joined([of_heads[head] for head in sorted(of_heads)]))
+        for module, of_heads in norms.items()
+    }
     for (module, part, kind), by_index in experts.items():
         rows = joined([by_index[index] for index in sorted(by_index)])
-        found[f"{module}.{part}_proj.{kind}"] = (len(by_index), rows.shape[0] // len(by_index), *rows.shape[1:]), rows
-    return found
+        stacks[f"{module}.{part}_proj.{kind}"] = (len(by_index), rows.shape[0] // len(by_index), *rows.shape[1:]), rows
+    return stacks
 
 
 DELTA_NET_OUTPUT = "ssm_out.weight"  # its name within a layer

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Self, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -77,6 +78,10 @@ class LoadedAttention:
 def _qk_norm(attention: Attention, loader: WeightLoader, which: str) -> Norm | None:
     if attention.qk_norm == "head_unweighted":
         return loader.norm_of_ones(attention.head_dim)
+    if attention.qk_norm == "head_centred":
+        heads = range(attention.num_heads if which == "q" else attention.num_kv_heads)
+        weights = [loader.vector(f"self_attn.{which}_norm.norms.{head}.weight") for head in heads]
+        return Norm(torch.cat(weights), loader.norm_eps, is_centred=True)
     return loader.norm(f"self_attn.{which}_norm") if attention.qk_norm else None
 
 

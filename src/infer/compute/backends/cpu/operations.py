@@ -46,6 +46,8 @@ from infer.compute.backends.cpu.records import (
     EPILOGUE,
     FEWEST_FOR_MANY,
     MAX_HEAD_DIM,
+    NORM_AFTER,
+    NORM_CENTRED,
     SHORT_CONV,
     SPLIT_TOKENS,
     SUM_NORM,
@@ -329,7 +331,7 @@ def _attend_arguments(heads: Heads, layer: LayerCache) -> Arguments:
         arguments.set(sink_logits=heads.sinks)
     norms = heads.q_norm, heads.k_norm
     arguments.set(
-        are_norms_after=heads.are_norms_after,
+        norm_form=NORM_AFTER if heads.are_norms_after else NORM_CENTRED if norms[0] and norms[0].is_centred else 0,
         norms=[0 if norm is None else norm.weight for norm in norms],
         eps=[0 if norm is None else norm.eps for norm in norms],
         norm_strides=[0 if norm is None or len(norm.weight) == dim else 4 * dim for norm in norms],

@@ -138,7 +138,7 @@ ATTEND = np.dtype(
         ("eps", np.float32, 2),  # of q's and k's norm
         ("v_eps", np.float32),  # of each head of v, which is divided by its root mean square; −1: it is not
         ("softcap", np.float32),  # 0: none
-        ("are_norms_after", np.int32),  # 1: the weights of q's and k's norm multiply after the rotation
+        ("norm_form", np.int32),  # of q and k: `NORM_AFTER` multiplies by weights after the rotation; or `NORM_CENTRED`
         ("sink_logits", np.int64),  # f32 [heads], or 0
         ("query_scales", np.int64),  # f32 [positions], or 0
         ("gates", np.int64),  # f32 [heads × dim] of the first token, qkv_bytes from token to token, or 0
@@ -180,6 +180,8 @@ ATTEND = np.dtype(
         ("form", np.int64),
     ]
 )
+
+NORM_AFTER, NORM_CENTRED = 1, 2  # the second subtracts each head's mean, and has weights for each head
 
 # short convolutions
 

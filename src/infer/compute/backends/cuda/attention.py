@@ -19,6 +19,7 @@ from infer.compute.backends.cuda.attention_items import (
 )
 from infer.compute.backends.cuda.kv_blocks import make_blocks
 from infer.compute.backends.cuda.rotation import (
+    CENTRED_NORM,
     HEAD_NORM,
     NO_NORM,
     NORM_AFTER,
@@ -134,6 +135,8 @@ def _results(heads: Heads, qkv: Tensor) -> Results:
 def _kind(heads: Heads, norm: Norm | None) -> int:
     if norm is None:
         return int(NO_NORM.value)
+    if norm.is_centred:
+        return int(CENTRED_NORM.value)
     kind = NORM_AFTER if heads.are_norms_after else HEAD_NORM if len(norm.weight) == heads.head_dim else WHOLE_NORM
     return int(kind.value)
 

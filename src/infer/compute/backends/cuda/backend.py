@@ -26,6 +26,7 @@ _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
         "gated delta nets",
         "layers with a scale",
         "norms of q and k after their rotation",
+        "norms of q and k that subtract the mean",
         "norms of values",
         "output gates",
         "per-layer inputs",

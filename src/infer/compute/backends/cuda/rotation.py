@@ -17,6 +17,7 @@ NO_NORM = tl.constexpr(0)
 HEAD_NORM = tl.constexpr(1)
 WHOLE_NORM = tl.constexpr(2)
 NORM_AFTER = tl.constexpr(3)  # of each head, after its rotation
+CENTRED_NORM = tl.constexpr(4)  # of each head, minus its mean, with weights of its own
 
 
 class Rotation(NamedTuple):
@@ -141,16 +142,21 @@ def _append(
 
 @triton.jit
 def _scale(x, weight, heads, eps, i, is_mine, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Return 1 / √(mean(x²) + eps): of each head, or of all heads together."""
+    """Return what is subtracted from x, and 1 / √(mean(x²) + eps): of each head, or of all heads together."""
     if NORM == WHOLE_NORM:
         each = tl.arange(0, triton.next_power_of_2(NUM_HEADS * DIM))
         whole = tl.load(x + each, mask=each < NUM_HEADS * DIM, other=0.0)
-        return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(whole * whole) / (NUM_HEADS * DIM) + eps))
-    elif NORM == HEAD_NORM:  # noqa: RET505 - constant conditions: only one of the three is compiled
+        return 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.sum(whole * whole) / (NUM_HEADS * DIM) + eps))
+    elif NORM == HEAD_NORM:  # noqa: RET505 - constant conditions: only one of the four is compiled
         own = tl.load(x + heads * DIM + i, mask=is_mine, other=0.0)
-        return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(own * own, axis=1, keep_dims=True) / DIM + eps))
+        return 0.0, tl.div_rn(1.0, tl.sqrt_rn(tl.sum(own * own, axis=1, keep_dims=True) / DIM + eps))
+    elif NORM == CENTRED_NORM:
+        own = tl.load(x + heads * DIM + i, mask=is_mine, other=0.0)
+        mean = tl.sum(own, axis=1, keep_dims=True) / DIM
+        own = tl.where(is_mine, own - mean, 0.0)
+        return mean, tl.div_rn(1.0, tl.sqrt_rn(tl.sum(own * own, axis=1, keep_dims=True) / DIM + eps))
     else:
-        return 1.0
+        return 0.0, 1.0
 
 
 @triton.jit
@@ -178,7 +184,9 @@ def _rotated(
 def _normalized(x, weight, heads, scale, i, is_mine, DIM: tl.constexpr, NORM: tl.constexpr):
     own = tl.load(x + heads * DIM + i, mask=is_mine, other=0.0)
     if NORM == WHOLE_NORM:
-        own = own * scale * tl.load(weight + heads * DIM + i, mask=is_mine, other=0.0)
+        own = own * scale[1] * tl.load(weight + heads * DIM + i, mask=is_mine, other=0.0)
+    elif NORM == CENTRED_NORM:
+        own = (own - scale[0]) * scale[1] * tl.load(weight + heads * DIM + i, mask=is_mine, other=0.0)
     elif NORM == HEAD_NORM:
-        own = own * scale * tl.load(weight + i, mask=is_mine, other=0.0)
+        own = own * scale[1] * tl.load(weight + i, mask=is_mine, other=0.0)
     return own

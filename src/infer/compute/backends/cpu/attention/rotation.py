@@ -12,7 +12,7 @@ from infer.compute.backends.cpu.attention.cache_blocks import make_mix, make_sto
 from infer.compute.backends.cpu.attention.cache_slots import make_block_at, slot_of
 from infer.compute.backends.cpu.attention.partition import is_split
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.records import MAX_HEAD_DIM
+from infer.compute.backends.cpu.records import MAX_HEAD_DIM, NORM_AFTER, NORM_CENTRED
 from infer.compute.backends.cpu.simd import load_scalar_f32, load_upto, splat_f32, store_scalar_f32, store_upto
 from infer.compute.backends.cpu.threads.work_stealing import begin_units, take_share
 
@@ -23,23 +23,37 @@ _LEAST = 32  # heads of 16 tokens that a thread takes at once
 @njit(forceinline=True)
 def _norm_of_all(args, which, x, heads):
     """Return 1 / rms of all heads together if they are normalised so, else 1."""
-    if args.norms[which] == 0 or args.norm_strides[which] == 0:
+    if args.norms[which] == 0 or args.norm_strides[which] == 0 or args.norm_form == NORM_CENTRED:
         return np.float32(1)
     return inverse_rms(x, args.dim * heads, args.eps[which])
 
 
 @njit(forceinline=True)
 def _norm_of_head(args, which, x, head, of_all):
-    """Return the address of the head's weight, or 0, and the factor of its elements before the weight."""
-    weight, stride, factor = args.norms[which], args.norm_strides[which], of_all
-    if weight != 0 and stride == 0:
+    """Return the address of the head's weight, or 0, its elements' mean, if it is subtracted, and their factor."""
+    weight, stride, factor, mean = args.norms[which], args.norm_strides[which], of_all, np.float32(0)
+    if weight != 0 and args.norm_form == NORM_CENTRED:
+        mean, factor = _centring(x, args.dim, args.eps[which])
+    elif weight != 0 and stride == 0:
         factor = inverse_rms(x, args.dim, args.eps[which])
-    return weight + stride * head, factor
+    return weight + stride * head, mean, factor
 
 
 @njit
-def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
-    """Store scale × rotate(x × factor × weight) at out, or scale × weight × rotate(x × factor) if `is_after`.
+def _centring(x, dim, eps):
+    """Return the mean of f32 [dim], and 1 / sqrt(variance + eps)."""
+    total, squares = np.float32(0), np.float32(0)
+    for i in range(dim):
+        total += load_scalar_f32(x + 4 * i)
+    mean = total / np.float32(dim)
+    for i in range(dim):
+        squares += (load_scalar_f32(x + 4 * i) - mean) * (load_scalar_f32(x + 4 * i) - mean)
+    return mean, np.float32(1) / np.sqrt(squares / np.float32(dim) + eps)
+
+
+@njit
+def _rotate_head(x, weight, mean, factor, is_after, cos, sin, half, dim, scale, out):
+    """Store scale × rotate((x − mean) × factor × weight) at out, or scale × weight × rotate(x × factor) if `is_after`.
 
     x, `weight` and out are f32 [dim], and out may not overlap x. `weight` 0 means no norm, so `factor` is not used.
     `cos` and `sin` are f32 [half], or 0 for no rotation. Element i < half is rotated with element half + i; those from
@@ -48,8 +62,8 @@ def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
     for i in range(0, dim, LANES):
         vector = load_upto(x + 4 * i, dim - i)
         if weight != 0:
-            vector = vector * splat_f32(factor)
-            if is_after == 0:
+            vector = (vector - splat_f32(mean)) * splat_f32(factor)
+            if not is_after:
                 vector = vector * load_upto(weight + 4 * i, dim - i)
         store_upto(out + 4 * i, dim - i, vector)
     for i in range(0, half if cos != 0 else 0, LANES):
@@ -58,7 +72,7 @@ def _rotate_head(x, weight, factor, is_after, cos, sin, half, dim, scale, out):
         c, s = load_upto(cos + 4 * i, room), load_upto(sin + 4 * i, room)
         store_upto(left, room, first * c - second * s)
         store_upto(right, room, second * c + first * s)
-    for i in range(0, dim if weight != 0 and is_after != 0 else 0, LANES):
+    for i in range(0, dim if weight != 0 and is_after else 0, LANES):
         store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * load_upto(weight + 4 * i, dim - i))
     for i in range(0, dim if scale != np.float32(1) else 0, LANES):
         store_upto(out + 4 * i, dim - i, load_upto(out + 4 * i, dim - i) * splat_f32(scale))
@@ -114,14 +128,14 @@ def make_store_queries(kv_type: str) -> Any:
             if token != of_token:
                 of_all, of_token = _norm_of_all(args, 0, x, args.num_heads), token
             x += 4 * dim * head
-            weight, factor = _norm_of_head(args, 0, x, head, of_all)
+            weight, mean, factor = _norm_of_head(args, 0, x, head, of_all)
             to = args.queries + 4 * dim * (kv * state.num_tokens * group + column)
-            is_after = args.are_norms_after
-            _rotate_head(x, weight, factor, is_after, cos, sin, args.half, dim, scale, to)
+            is_after = args.norm_form == NORM_AFTER
+            _rotate_head(x, weight, mean, factor, is_after, cos, sin, args.half, dim, scale, to)
             mix(to, dim)
             if args.sink_queries_at != 0:
                 back, to = 4 * args.half * min(0, args.last_position - position), to + args.sink_queries_at
-                _rotate_head(x, weight, factor, is_after, cos + back, sin + back, args.half, dim, scale, to)
+                _rotate_head(x, weight, mean, factor, is_after, cos + back, sin + back, args.half, dim, scale, to)
                 mix(to, dim)
 
     return store_queries
@@ -180,9 +194,9 @@ def _make_rotate_share(kv_type: str) -> Any:
                 head, at = item // 2, 4 * dim * (item // 2)
                 keys, values = block_at(args, row, head, slot)
                 if item % 2 == 0:
-                    weight, factor = _norm_of_head(args, 1, k + at, head, of_all)
-                    is_after, one = args.are_norms_after, np.float32(1)
-                    _rotate_head(k + at, weight, factor, is_after, cos, sin, args.half, dim, one, rotated)
+                    weight, mean, factor = _norm_of_head(args, 1, k + at, head, of_all)
+                    is_after, one = args.norm_form == NORM_AFTER, np.float32(1)
+                    _rotate_head(k + at, weight, mean, factor, is_after, cos, sin, args.half, dim, one, rotated)
                     if _times_0(rotated, dim) + _times_0(v + at, dim) != np.float32(0):
                         store_scalar_f32(rotated, np.float32(np.nan))  # as `kv_layout.storable`
                     mix(rotated, dim)

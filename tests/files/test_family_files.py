@@ -342,7 +342,8 @@ _IN_GGUF_TOO = {"gemma", "glm4", "glm4_whole", "ernie4_5", "ernie4_5_biases", "a
 _IN_GGUF_TOO |= {"hunyuan_v1_dense", "starcoder2", "starcoder2_plain", "cohere", "cohere2"}
 _IN_GGUF_TOO |= {"minimax_m2", "afmoe", "exaone_moe", "hunyuan_v1_moe", "dots1_full"}
 _IN_GGUF_TOO |= {"apertus", "stablelm", "stablelm_parallel", "stablelm_norms", "nemotron", "phi", "olmo", "exaone"}
-_IN_GGUF_TOO |= {"gpt2", "gpt_neox", "gpt_neox_in_turn", "gpt_neox_wide"}
+_IN_GGUF_TOO |= {"granitemoeshared", "internlm3", "iquestcoder", "ernie4_5_moe", "jais2", "glm", "solar_open"}
+_IN_GGUF_TOO |= {"sarvam_moe", "gpt2", "gpt_neox", "gpt_neox_in_turn", "gpt_neox_wide"}
 _NOT_IN_GGUF |= {tiny.name for tiny in (*ROWS, *CENTRED) if tiny.name not in _IN_GGUF_TOO}
 CONVERTED = [tiny for tiny in [*TINY, LONGROPE] if tiny.name not in _NOT_IN_GGUF]
 

@@ -23,11 +23,14 @@ _ARCHITECTURES |= {"muse_glimmer_text": "muse-glimmer", "llama4_text": "llama4",
 _ARCHITECTURES |= {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _ARCHITECTURES |= {"hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r", "hunyuan_v1_moe": "hunyuan-moe"}
 _ARCHITECTURES |= {"gpt_neox": "gptneox", "minimax_m2": "minimax-m2", "exaone_moe": "exaone-moe", "phi": "phi2"}
+_ARCHITECTURES |= {"granitemoeshared": "granitemoe", "internlm3": "llama", "iquestcoder": "llama", "glm": "chatglm"}
+_ARCHITECTURES |= {"ernie4_5_moe": "ernie4_5-moe", "solar_open": "glm4moe", "sarvam_moe": "bailingmoe2"}
 # Architectures that the `gguf` package does not have.
 _NAMED_AS = {"mellum": "qwen3moe", "laguna": "afmoe", "muse-glimmer": "afmoe"}
 _PERMUTED = {"llama", "mistral", "granite", "smollm3", "mixtral", "granitemoe", "ministral3", "muse_glimmer_text"}
-_PERMUTED |= {"llama_bidirec", "arcee", "olmo"}
+_PERMUTED |= {"llama_bidirec", "arcee", "olmo", "internlm3", "iquestcoder", "granitemoeshared"}
 _WITH_LAYER_NORM = {"gpt2", "gpt_neox", "cohere", "cohere2", "starcoder2", "stablelm", "nemotron", "phi", "olmo"}
+_WITH_LAYER_NORM |= {"jais2"}
 _WITH_KINDS = {"gemma3_text", *_GEMMA4, "olmo3", "exaone4", "exaone_moe", "mellum", "muse_glimmer_text"}
 _WITH_KINDS |= {"cohere2", "afmoe"}
 _EPS_NAMES = ("norm_eps", "rms_norm_eps", "layer_norm_eps", "norm_epsilon")
@@ -37,6 +40,7 @@ _GPT2_SETTINGS |= {"n_positions": "max_position_embeddings", "layer_norm_epsilon
 _EXPERT = re.compile(r"model\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight")
 _EXPERT_KINDS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _GRANITE_EXPERTS = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.(input|output)_linear\.weight")
+_GRANITE_SHARED = re.compile(r"model\.layers\.(\d+)\.shared_mlp\.input_linear\.weight")
 _GPT_OSS_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 _LLAMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.feed_forward\.experts\.(gate_up|down)_proj")
 _GEMMA4_EXPERTS = re.compile(r"model\.layers\.(\d+)\.(router\..*scale|experts\..*)")
@@ -76,6 +80,9 @@ def convert(folder: Path, path: Path, metadata: Mapping[str, Any] | None = None)
     for name in [name for name in tensors if name.endswith("_layernorm.norms.0.weight")]:
         norms = [tensors.pop(f"{name[:-9]}.{head}.weight") for head in range(heads[f"{name.split('.')[4][0]}_proj"])]
         tensors[f"{name[:-15]}.weight"] = np.stack(norms)
+    for name in [name for name in tensors if family == "sarvam_moe" and ".self_attn.q_proj." in name]:
+        parts = [tensors.pop(name.replace("q_proj", f"{which}_proj")) for which in "qkv"]
+        tensors[f"blk.{name.split('.')[2]}.attn_qkv.weight"] = np.concatenate(parts)
     for value in ("alpha_n", "alpha_p", "beta", "eps") if family == "apertus" else ():
         layers = [f"model.layers.{at}.mlp.act_fn.{value}" for at in range(config["num_hidden_layers"])]
         writer.add_array(f"apertus.xielu.{value}", [float(tensors.pop(name).item()) for name in layers])
@@ -128,6 +135,9 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
             kinds = ("gate", "up") if match[2] == "input" else ("down",)
             parts = np.split(values, len(kinds), axis=1)
             found |= {f"blk.{match[1]}.ffn_{kind}_exps.weight": part for kind, part in zip(kinds, parts, strict=True)}
+        elif match := _GRANITE_SHARED.fullmatch(name):
+            halves = zip(("gate", "up"), np.split(values, 2), strict=True)
+            found |= {f"blk.{match[1]}.ffn_{kind}_shexp.weight": half for kind, half in halves}
         elif match := _GPT_OSS_EXPERTS.fullmatch(name):
             rows = values if match[3] else values.swapaxes(1, 2)
             halves = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if match[2] == "gate_up" else {"down": rows}
@@ -145,7 +155,7 @@ def _with_stacked_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
         elif name.endswith("self_attn.sinks"):
             found[f"blk.{name.split('.')[2]}.attn_sinks.weight"] = values
         elif name.endswith((".e_score_correction_bias", ".expert_bias")):
-            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = values.reshape(-1)
         elif name.endswith("mlp.shared_expert_gate.weight"):
             found[name] = values[0]  # one row: llama.cpp's files drop this axis
         elif name.endswith("conv.conv.weight"):
@@ -185,10 +195,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_value_length(config["head_dim"])
     if config.get("sliding_window") and "sliding_attention" in config.get("layer_types", ["sliding_attention"]):
         writer.add_sliding_window(config["sliding_window"])
-    chosen = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    chosen = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
     num_chosen = next((config[name] for name in chosen if config.get(name)), None)
     if num_chosen is not None:
-        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
         writer.add_expert_count(next(config[name] for name in names if config.get(name)))
         writer.add_expert_used_count(num_chosen)
         if "moe_intermediate_size" in config:
@@ -196,7 +206,16 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         if config["model_type"] == "llama4_text":
             writer.add_expert_feed_forward_length(config["intermediate_size"])
             writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-        if config["model_type"] in ("glm4_moe", "dots1", "exaone_moe", "afmoe"):
+        if config["model_type"] == "ernie4_5_moe":
+            writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+            writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+            writer.add_expert_shared_count(config["moe_num_shared_experts"])
+            # The script divides intermediate_size by the number of key heads, which is the same for published models.
+            shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+            writer.add_expert_shared_feed_forward_length(shared)
+        if "shared_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+        if config["model_type"] in ("glm4_moe", "solar_open", "sarvam_moe", "dots1", "exaone_moe", "afmoe"):
             _add_sigmoid_experts(writer, config)
         if config["model_type"] in ("minimax_m2", "hunyuan_v1_moe"):
             writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -230,7 +249,7 @@ def _add_sigmoid_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
     writer.add_expert_shared_count(config.get("n_shared_experts", config.get("num_shared_experts")))
     writer.add_expert_weights_scale(config.get("routed_scaling_factor", config.get("route_scale")))
     writer.add_expert_weights_norm(config.get("norm_topk_prob", True))
-    first = config.get("num_dense_layers", config.get("first_k_dense_replace"))
+    first = config.get("num_dense_layers", config.get("first_k_dense_replace", 0))
     writer.add_leading_dense_block_count(first)
     if config["model_type"] != "glm4_moe":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

@@ -80,6 +80,7 @@ class GGUFForm:
         return self.model_type, self.windowed_type, self.sparse_type, *self.model_types
 
 
+_STEP, _SHARED_SIZE = "interleave_moe_layer_step", "expert_shared_feed_forward_length"
 _QKV, _GATE_UP, _LOCAL_BASE = "self_attn.qkv_proj", "mlp.gate_up_proj", "rope.freq_base_swa"
 _PARALLEL = "use_parallel_residual"
 _WINDOWED_HEADS = ("attention.key_length_swa", "attention.value_length_swa")
@@ -144,18 +145,24 @@ _QWEN35_MOE = replace(_QWEN35, model_type="qwen3_5_moe_text", model_types=("qwen
 
 # By names of architectures. If families are in several rows, the first is that of exports.
 FORMS = {name: GGUFForm(name) for name in ("exaone", "exaone4", "olmoe", "qwen2", "qwen3")}
-FORMS |= {name: GGUFForm(name, are_rows_paired=True) for name in ("granite", "granitemoe", "smollm3")}
+FORMS |= {name: GGUFForm(name, are_rows_paired=True) for name in ("granite", "smollm3")}
 FORMS |= {
     "llama": GGUFForm(
-        "llama", windowed_type="mistral", sparse_type="mixtral", num_layers_of_70b=80, are_rows_paired=True
+        "llama",
+        ("internlm3", "iquestcoder"),
+        windowed_type="mistral",
+        sparse_type="mixtral",
+        num_layers_of_70b=80,
+        are_rows_paired=True,
     ),
+    "granitemoe": GGUFForm("granitemoe", ("granitemoeshared",), are_rows_paired=True),
     "llama-embed": GGUFForm("llama_bidirec", are_rows_paired=True),
     "mistral3": GGUFForm("ministral3", has_default_rope=True, are_rows_paired=True),
     "llama4": GGUFForm(
         "llama4_text",
         ("llama4",),
         are_rows_paired=True,
-        keys=("interleave_moe_layer_step",),
+        keys=(_STEP,),
         derived=chunked_layers,
         writes_zero_window=True,
         paired_share=1.0,
@@ -198,10 +205,17 @@ FORMS |= {
     "olmo2": GGUFForm("olmo2", windowed_type="olmo3"),
     "seed_oss": GGUFForm("seed_oss", names=_AFTER_ATTENTION),
     "ernie4_5": GGUFForm("ernie4_5", are_rows_paired=True, paired_share=1.0),
+    "ernie4_5-moe": GGUFForm(
+        "ernie4_5_moe",
+        keys=(_STEP, "expert_shared_count", _SHARED_SIZE, "leading_dense_block_count"),
+        are_rows_paired=True,
+        paired_share=1.0,
+    ),
     "arcee": GGUFForm("arcee", are_rows_paired=True),
     "apertus": GGUFForm("apertus", arrays=tuple(f"xielu.{each}" for each in XIELU), has_default_rope=True),
     "hunyuan-dense": GGUFForm("hunyuan_v1_dense"),
     "starcoder2": GGUFForm("starcoder2", has_layer_norm=True),
+    "jais2": GGUFForm("jais2", has_layer_norm=True),
     "stablelm": GGUFForm(
         "stablelm",
         has_layer_norm=True,
@@ -217,12 +231,21 @@ FORMS |= {
     "olmo": GGUFForm("olmo", has_layer_norm=True, are_rows_paired=True, only={"attention.clamp_kqv": None}),
     "command-r": _COHERE,
     "cohere2": replace(_COHERE, model_type="cohere2", window_period=4),
+    "chatglm": GGUFForm("glm", are_rows_paired=True, fused=(_GATE_UP,), names=_GATED_UP, paired_share=0.5),
     "glm4": GGUFForm("glm4", are_rows_paired=True, fused=(_GATE_UP,), names=_GATED_UP, paired_share=0.5),
     "glm4moe": GGUFForm(
         "glm4_moe",
+        ("solar_open",),
         keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
+    ),
+    "bailingmoe2": GGUFForm(
+        "sarvam_moe",
+        keys=("expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
+        only={"expert_gating_func": SIGMOID},
+        flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        fused=(_QKV,),
     ),
     "dots1": GGUFForm("dots1", keys=("expert_count", "expert_shared_count", *_SIGMOID_KEYS)),
     "exaone-moe": GGUFForm("exaone_moe", keys=("expert_shared_count", *_SIGMOID_KEYS)),
@@ -288,11 +311,9 @@ FORMS |= {
     ),
 }
 # Families of which only folders are read, with their differences.
-FOLDERS = {name: GGUFForm(name, paired_share=1.0) for name in ("helium", "ernie4_5_moe")}
-FOLDERS |= {"glm": GGUFForm("glm", paired_share=0.5)}
+FOLDERS = {"helium": GGUFForm("helium", paired_share=1.0)}
 FOLDERS |= {"vaultgemma": GGUFForm("vaultgemma", are_norms_less_one=True)}
-FOLDERS |= {name: GGUFForm(name) for name in ("internlm3", "cwm", "nanochat", "hyperclovax", "lfm3", "jais2")}
-FOLDERS |= {name: GGUFForm(name) for name in ("sarvam_moe", "hy_v3", "flint", "kolibri1")}
+FOLDERS |= {name: GGUFForm(name) for name in ("cwm", "nanochat", "hyperclovax", "lfm3", "hy_v3", "flint", "kolibri1")}
 _BY_FAMILY = {family: name for name, form in reversed(FORMS.items()) for family in form.families if family is not None}
 
 

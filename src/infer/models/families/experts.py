@@ -112,12 +112,12 @@ def is_sparse_as_listed(config: Config, index: int) -> bool:
 
 
 def is_sparse_in_ernie(config: Config, index: int) -> bool:
-    """Return True for every `moe_layer_interval`-th layer after the first ones, up to `moe_layer_end_index`."""
+    """Return True for every nth layer of the step after the first ones, up to `moe_layer_end_index`."""
     last = config.get("moe_layer_end_index", -1)
     if type(last) is not int:
         raise ModelError(f"config: moe_layer_end_index must be a whole number, got {last!r:.60}")
     is_within = is_sparse_after_the_first(config, index) and (last == -1 or index <= last)
-    return is_within and (index + 1) % count(config, "moe_layer_interval", default=1) == 0
+    return is_within and is_sparse_in_llama4(config, index)
 
 
 def is_sparse_in_llama4(config: Config, index: int) -> bool:

@@ -203,9 +203,11 @@ SPARSE: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         usual_defaults(131_072, eps=1e-5, num_key_value_heads=4, tie_word_embeddings=True)
-        | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "n_shared_experts": 2},
+        | {"moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "n_shared_experts": 2}
+        | {"interleave_moe_layer_step": 1},
         renamed={"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts"}
-        | {"moe_num_shared_experts": NUM_SHARED, "moe_layer_start_index": "first_k_dense_replace"},
+        | {"moe_num_shared_experts": NUM_SHARED, "moe_layer_start_index": "first_k_dense_replace"}
+        | {"moe_layer_interval": "interleave_moe_layer_step"},
         refuses={"use_bias": False},
         rope_settings=ropes.theta_rope(500_000.0),
         experts=ExpertRules(is_normalized=True, has_correction=True, shared=NUM_SHARED),

@@ -123,6 +123,7 @@ def _dense_size(part: Dense | Experts | None) -> int | None:
 def _experts(form: GGUFForm, experts: Experts, parts: Sequence[Dense | Experts | None]) -> dict[str, Any]:
     router = experts.router
     is_counted = experts.has_norms or "expert_shared_count" in form.keys  # then files do not have the size
+    is_counted &= "expert_shared_feed_forward_length" not in form.keys
     return {
         "num_experts": router.num_experts,
         "num_experts_per_tok": router.num_chosen,

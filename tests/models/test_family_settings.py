@@ -115,9 +115,11 @@ def test_every_default_is_that_of_the_class_of_transformers(tiny: Tiny) -> None:
 REFUSED = [
     ("gptj", {}, "model_type 'gptj' is not supported: supported are"),
     ("bloom", {}, "model_type 'bloom' is not supported: it needs a bias of attention by distance"),
-    ("apertus", {}, "model_type 'apertus' is not supported: it needs the activation xIELU"),
+    ("mistral4", {}, "model_type 'mistral4' is not supported: it needs latent attention"),
+    ("jamba", {}, "model_type 'jamba' is not supported: it needs the state-space layers of Mamba"),
+    ("mimo2", {}, "model_type 'mimo2' is not supported: it needs values of another length than keys"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported for cohere: it must be False"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported for stablelm: it must be False"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported for phi: it must be False"),
     ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm=False is not supported for lfm3: it must be True"),
     (
         "nanochat",

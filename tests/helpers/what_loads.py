@@ -1,5 +1,9 @@
-"""The table of docs/reference/models.md, made from lists of the tests. As a program, this module writes the table."""
+"""The table of docs/reference/models.md, made from lists of the tests.
 
+As a program, this module writes the table, and the settings that `infer models --supported` prints.
+"""
+
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,12 +15,14 @@ from infer.compute.operands.architecture import Architecture, Layer
 from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, ShortConv
 from infer.compute.quantization.ggml_types import FLOAT_TYPES, GGML_TYPES
+from infer.models.catalog import supported
 from infer.models.catalog.supported import SUPPORTED
 from infer.models.families import make_architecture
 from test_family_files import CONVERTED
 from tiny import LONGROPE, TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+SETTINGS = Path(supported.__file__).with_name("proven_settings.json")
 BEGIN, END = "<!-- what loads: written by tests/helpers/what_loads.py -->\n", "<!-- end of what loads -->\n"
 
 
@@ -71,19 +77,27 @@ _SETTINGS = (
 )
 
 
+def proven() -> dict[str, list[str]]:
+    """Return the settings that the tests of each family prove."""
+    found = dict[str, list[str]]()
+    for each in SUPPORTED:
+        configs = [tiny.config for tiny in (*TINY, LONGROPE) if tiny.config.model_type == each.model_type]
+        encoders = [encoder for encoder in (*ENCODERS, *WITHOUT_MASK) if encoder.model_type == each.model_type]
+        configs += map(config_of, encoders)
+        found[each.model_type] = list(dict.fromkeys(setting for config in configs for setting in settings(config)))
+    return found
+
+
 def table() -> str:
-    tested = [*TINY, LONGROPE]
+    tested, settings_of = [*TINY, LONGROPE], proven()
     types = [kind.name for kind in GGML_TYPES.values() if not kind.is_float]
     lines = ["| models | `model_type` | GGUF too | proven on | settings proven |", "|---|---|---|---|---|"]
     for each in SUPPORTED:
         mine = [tiny for tiny in tested if tiny.config.model_type == each.model_type]
         is_converted = any(tiny in CONVERTED for tiny in mine) or each.model_type in ARCHITECTURES
         gguf = "yes" if is_converted else "no"
-        configs = [tiny.config for tiny in mine]
-        encoders = [encoder for encoder in (*ENCODERS, *WITHOUT_MASK) if encoder.model_type == each.model_type]
-        configs += map(config_of, encoders)
-        found = dict.fromkeys(setting for config in configs for setting in settings(config))
-        lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {', '.join(found)} |")
+        found = ", ".join(settings_of[each.model_type])
+        lines.append(f"| {each.models} | `{each.model_type}` | {gguf} | {each.proof} | {found} |")
     lines.append("")
     stored = f"Folders hold {', '.join(FLOAT_TYPES)} and quantised matrices (below). "
     lines.append(f"{stored}GGUF files hold those and all block types of llama.cpp:")
@@ -136,3 +150,5 @@ def page_with_table() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page_with_table(), encoding="utf-8")
+    lines = (f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in proven().items())
+    SETTINGS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

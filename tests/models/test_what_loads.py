@@ -30,10 +30,12 @@ def test_every_family_is_compared_with_transformers() -> None:
 def test_the_command_prints_what_loads(capsys: pytest.CaptureFixture[str]) -> None:
     run_supported(as_json=True)
     found = json.loads(capsys.readouterr().out)
-    on_page = re.findall(r"^\|[^|]*\| `([^`]*)` \| (yes|no) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [(each["model_type"], "yes" if each["gguf"] else "no") for each in found] == on_page
+    row = r"^\|[^|]*\| `([^`]*)` \| (yes|no) \| [^|]* \| (.*) \|$"
+    on_page = re.findall(row, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = [(each["model_type"], "yes" if each["gguf"] else "no", ", ".join(each["settings"])) for each in found]
+    assert rows == on_page
     run_supported(as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(SUPPORTED)
     (gemma,) = [line for line in lines if "gemma3_text" in line]
-    assert gemma.endswith("  yes       random weights and Gemma 3 270M, EmbeddingGemma")
+    assert "  yes       random weights and Gemma 3 270M, EmbeddingGemma  windows, norms of each q and k head, " in gemma

@@ -29,7 +29,7 @@ from infer.files.hub.hub import HubName, parse_hub_name, remove_cached
 from infer.files.hub.hub_download import fetch
 from infer.model_settings import ModelSettings
 from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
-from infer.models.catalog.supported import SUPPORTED
+from infer.models.catalog.supported import SUPPORTED, proven_settings
 from infer.models.families import make_architecture
 from infer.models.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes, read_bandwidth, total_memory_bytes
@@ -49,11 +49,17 @@ _HEADS = ("model", "needs", "fits", "tokens per second")
 
 
 def run_supported(*, as_json: bool) -> None:
-    listed = [(each, architecture_in_gguf(each._asdict()) is not None) for each in SUPPORTED]
-    rows = [(each.models, each.model_type, "yes" if has_gguf else "no", each.proof) for each, has_gguf in listed]
-    records = [{**each._asdict(), "gguf": has_gguf, "proof": each.proof} for each, has_gguf in listed]
-    heads = ("models", "model_type", "GGUF too", "proven on")
-    print_report(records, columns_of_rows([heads, *rows], "<<<<"), as_json=as_json)
+    settings = proven_settings()
+    records = [
+        {**each._asdict(), "gguf": architecture_in_gguf(each._asdict()) is not None, "proof": each.proof}
+        | {"settings": settings[each.model_type]}
+        for each in SUPPORTED
+    ]
+    rows = [("models", "model_type", "GGUF too", "proven on", "settings proven")]
+    for each in records:
+        gguf, proven = "yes" if each["gguf"] else "no", ", ".join(each["settings"])
+        rows.append((each["models"], each["model_type"], gguf, each["proof"], proven))
+    print_report(records, columns_of_rows(rows, "<<<<<"), as_json=as_json)
 
 
 def run_models(options: ListOptions) -> None:

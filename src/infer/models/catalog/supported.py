@@ -1,5 +1,7 @@
 """The families of models that load, by maker and age, and the tests of each. Loads no torch."""
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -13,6 +15,13 @@ class SupportedModels(NamedTuple):
     @property
     def proof(self) -> str:
         return f"random weights and {self.published}" if self.published else "random weights"
+
+
+def proven_settings() -> dict[str, list[str]]:
+    """Return the settings of each family that tests compare with `transformers`. They write the file."""
+    text = Path(__file__).with_name("proven_settings.json").read_text(encoding="utf-8")
+    settings: dict[str, list[str]] = json.loads(text)
+    return settings
 
 
 SUPPORTED = (

@@ -3,7 +3,8 @@
 Each is a file of `data/tool-templates`. Its line ends have no meaning, and a backslash with n is a line end.
 They are written after the models' own templates (Apache-2.0 or MIT: Qwen2.5, Qwen3-Coder, Qwen3.5, Mistral v3, v7 and
 v13, Granite 3.3, Phi-4-mini, SmolLM3, DeepSeek-V3.1, GLM-4.6 and 4.7, MiniMax-M2, Seed-OSS, Gemma 4) and the published
-prompt formats of Llama 3.1, LFM2, FunctionGemma, gpt-oss, Firefunction, Command R+, Command R7B, Hunyuan and Jamba.
+prompt formats of Llama 3.1, LFM2, FunctionGemma, gpt-oss, Firefunction, Command R+, Command R7B, Hunyuan, Jamba,
+Apertus.
 """
 
 from pathlib import Path
@@ -12,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "tool-templates"
 FORMATS = (
     *("hermes", "qwen3-coder", "mistral", "mistral-v3", "mistral-v11", "mistral-call-id", "glm-4.5", "glm-4.7"),
     *("seed-oss", "llama", "granite", "phi-4-mini", "lfm2", "deepseek-v3.1", "functools", "functiongemma", "gemma-4"),
-    *("minimax-m2", "harmony", "json", "hunyuan", "jamba", "command-r7b"),
+    *("minimax-m2", "harmony", "json", "hunyuan", "jamba", "command-r7b", "apertus"),
 )
 
 

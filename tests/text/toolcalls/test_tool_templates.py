@@ -9,7 +9,7 @@ from infer.errors import InvalidRequestError
 from infer.text.templates.chat_template import ChatTemplate
 from infer.text.toolcalls.answer_format import TemplateFormats, probe_template, reasoning_of, written_arguments
 from infer.text.toolcalls.formats import FORMATS, HEADED, pattern_of
-from infer.text.toolcalls.messages import shown_messages
+from infer.text.toolcalls.messages import shown_messages, shown_tools
 from infer.text.toolcalls.tools import Tool, read_tools
 from refusals import check_refused
 from tool_templates import ALTERNATING, LFM2_LISTS, LFM25_CALLS, QWEN35, TEMPLATES, TOOLS_ALONE
@@ -37,13 +37,14 @@ def shown_parts(formats: TemplateFormats) -> tuple[bool, bool, bool]:
 
 def rendered(source: str, formats: TemplateFormats, tools: tuple[Tool, ...] = TOOLS) -> str:
     shown = shown_messages(MESSAGES, tools, formats)
-    return ChatTemplate(source, {}).render(shown, tools=[tool.to_json() for tool in tools] or None)
+    return ChatTemplate(source, {}).render(shown, tools=shown_tools(tools, formats) or None)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_format_is_the_one_that_the_template_writes(name: str) -> None:
     formats = probed(TEMPLATES[name])
     assert formats.calls is FORMATS[name]
+    assert formats.takes_plain_tools == (name == "apertus")
     text = rendered(TEMPLATES[name], formats)
     form = formats.calls
     assert pattern_of(form.start + "get_weather" + form.before_arguments).search(text)

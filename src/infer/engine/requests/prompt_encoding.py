@@ -26,7 +26,7 @@ from infer.system.sized_cache import SizedCache
 from infer.text.tokenizer import Tokenizer
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls, TemplateFormats, probe_template, reasoning_of
 from infer.text.toolcalls.formats import in_vocabulary, literals_of, marks_of
-from infer.text.toolcalls.messages import shown_messages
+from infer.text.toolcalls.messages import shown_messages, shown_tools
 from infer.text.toolcalls.tools import Tool, ToolChoice, read_tool_choice, read_tools
 
 Message = Mapping[str, Any]
@@ -221,7 +221,7 @@ class Conversation:
         given = [each for each in messages if isinstance(each, Mapping)]
         if not self.tools and not any(each.get("tool_calls") or each.get("role") == "tool" for each in given):
             return messages, dict(self.variables)
-        tools = {"tools": [tool.to_json() for tool in self.tools]} if self.tools else {}
+        tools = {"tools": shown_tools(self.tools, self.formats)} if self.tools else {}
         is_offered = self.choice.kind != "none" or self.formats.shows_tools
         shown = shown_messages(messages, self.tools if is_offered else (), self.formats)
         return list(shown), {**self.variables, **tools}

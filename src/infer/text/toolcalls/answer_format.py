@@ -144,6 +144,7 @@ _RESULT = "probed result"
 _USER = {"role": "user", "content": "Hello"}
 _ID = "abcdefghi"  # an id that Mistral's templates accept
 _TOOLS = [_TOOL.to_json()]
+_PLAIN_TOOLS = [_TOOL.to_json()["function"]]
 _HEARD = {"role": "tool", "tool_call_id": _ID, "name": _TOOL.name, "content": _RESULT}
 _STYLES = ((False, True), (True, True), (False, False), (True, False))  # takes_no_content, takes_values
 _RESPONSES = "tool_responses"  # key of a message with calls, in the first templates of Gemma 4
@@ -155,9 +156,9 @@ class TemplateFormats:
     """Format of tool calls, and how the template expects them.
 
     `shows_…` is true if the template writes tools, past calls or their results; otherwise our own messages contain
-    them. With `takes_tools_in_system`, it expects tools as a system message's `tools`, and with
-    `takes_results_in_calls`, results as a calling message's `tool_responses`. The other fields describe how it expects
-    a message with calls.
+    them. With `takes_tools_in_system`, it expects tools as a system message's `tools`, with `takes_plain_tools`, as
+    functions that no object of type "function" contains, and with `takes_results_in_calls`, results as a calling
+    message's `tool_responses`. The other fields describe how it expects a message with calls.
     """
 
     calls: ToolCallFormat
@@ -165,6 +166,7 @@ class TemplateFormats:
     shows_calls: bool = True
     shows_results: bool = True
     takes_tools_in_system: bool = False
+    takes_plain_tools: bool = False
     takes_values: bool = True  # arguments are values, not a text
     takes_no_content: bool = False  # None as the content of a message with calls but no text
     takes_both: bool = True  # both reasoning and text in a message with calls
@@ -188,6 +190,7 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
     if reasoning is not None and reasoning.body and name not in (None, HEADED):
         raise InvalidRequestError(f"tool_format must be {HEADED} with this chat template, got {name!r:.80}")
     in_system = SYSTEM_TOOLS_SIGN in source
+    render, is_plain = _with_tools_as_taken(render)
     num_names = _tried(render, [_USER], _TOOLS).count(_TOOL.name)  # occurrences in the list of tools
     shows_tools = num_names > 0
     past_calls = [_past_call(render, *style) for style in _STYLES]
@@ -209,12 +212,20 @@ def probe_template(render: Render, source: str, name: str | None) -> TemplateFor
         shows_calls=shows_calls,
         shows_results=shows_results,
         takes_tools_in_system=in_system,
+        takes_plain_tools=is_plain,
         takes_values=takes_values,
         takes_no_content=takes_no_content,
         takes_both=takes_both,
         takes_results_in_calls=takes_results,
         takes_text_before_calls=not shows_results or _takes_text_before_calls(render, takes_results),
     )
+
+
+def _with_tools_as_taken(render: Render) -> tuple[Render, bool]:
+    """Return a renderer that passes tools as the template expects, and True if it expects plain functions."""
+    if [_TOOL.name in _tried(render, [_USER], tools) for tools in (_TOOLS, _PLAIN_TOOLS)] != [False, True]:
+        return render, False
+    return lambda messages, tools: render(messages, tools and [each["function"] for each in tools]), True
 
 
 def _past_call(render: Render, takes_no_content: bool, takes_values: bool) -> str:

@@ -153,6 +153,7 @@ REASONING_FORMATS = (
         aside_channel="commentary",
     ),
     ReasoningFormat("<|channel>thought", "<channel|>"),  # Gemma 4
+    ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     ReasoningFormat(  # Command R7B and later
         "<|START_THINKING|>",
         "<|END_THINKING|>",
@@ -212,6 +213,12 @@ _FORMATS = (
     ToolCallFormat("phi-4-mini", _OBJECT, "<|tool_call|>[{call}, {call}]<|/tool_call|>"),
     ToolCallFormat("granite", _OBJECT, "<|tool_call|>[{call}, {call}]"),
     ToolCallFormat("functools", _OBJECT, "functools[{call}, {call}]"),
+    ToolCallFormat(
+        "apertus",
+        '{"{name}": {arguments}}',
+        "<|tools_prefix|>[{call}, {call}]<|tools_suffix|>",
+        ends_reasoning=True,
+    ),
     ToolCallFormat("hunyuan", _OBJECT, "<tool_calls>[{call}, {call}]</tool_calls>"),
     ToolCallFormat(
         "jamba",

@@ -41,6 +41,12 @@ def shown_messages(messages: Sequence[Message], tools: Sequence[Tool], formats: 
     return shown_messages if not tools or formats.shows_tools else _with_tools(shown_messages, tools, formats)
 
 
+def shown_tools(tools: Sequence[Tool], formats: TemplateFormats) -> list[dict[str, Any]]:
+    """Return the tools in the form that the template expects."""
+    given = [tool.to_json() for tool in tools]
+    return [each["function"] for each in given] if formats.takes_plain_tools else given
+
+
 def _with_single_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with one call each, each followed by the results of its call."""
     ordered = list[Message]()

@@ -171,7 +171,7 @@ def quantized_arguments(type_: str, unit: str, activations: str, gate: str) -> d
     return {
         "x": Quantized(activations, "*fp32!", "*i32!"), "matrix": matrix_of(type_, unit), "num_tokens": "i32",
         "left": LEFT, "LEAVES": is_gated,
-        "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *flags),
+        "y": Output("*fp32!", "i32", "i32", "*fp32", "fp32", *flags, "*fp32"),
         "PLANES": 2, "LANES": MAX_LANES, "GATE": tl.constexpr(gate),
     }  # fmt: skip
 

@@ -161,9 +161,10 @@ Target = str | int
 
 
 def pair_arguments(gate: str, *, has_bias: bool) -> dict[str, Any]:
+    flags = map(tl.constexpr, (has_bias, False, False, ""))
     return {
         "experts": "*i32!", "tiles": Tiles("*i32!", "*i32!"), "per_line": "i32", "num_pairs": "i32", "left": LEFT,
-        "y": Output("*fp32!", "i32!", "i32!", "*fp32", "fp32", *map(tl.constexpr, (has_bias, False, False, ""))),
+        "y": Output("*fp32!", "i32!", "i32!", "*fp32", "fp32", *flags, "*fp32"),
         "GATE": tl.constexpr(gate), "LEAVES": gate != "", "PLANES": 2, "LANES": MAX_LANES,
     }  # fmt: skip
 

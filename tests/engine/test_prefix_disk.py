@@ -15,6 +15,7 @@ from infer.cli.model_loading import bytes_for_prefixes
 from infer.cli.option_fields import make_options
 from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer as commands
+from infer.compute.backends.cpu import isa
 from infer.compute.kvcache.page_exchange import PageExchange
 from infer.compute.kvcache.prefix_store import PrefixStore
 from infer.engine.prefixes.prefix_ends import prefix_end
@@ -81,6 +82,20 @@ def test_the_answer_is_found_too_and_memory_comes_first(folder: Path) -> None:
 def test_another_type_or_precision_finds_nothing(folder: Path) -> None:
     assert [answer(folder, kv_type=each)[2] for each in ("f16", "bf16", "bf16")] == [0, 0, 192]
     assert [answer(folder, precision=each, weights="q8")[2] for each in ("exact", "fast", "fast")] == [0, 0, 192]
+
+
+@pytest.mark.skipif(not isa.has_bf16_dots(), reason="hardware: a CPU with AVX512-BF16")
+def test_a_cpu_without_bf16_products_finds_nothing_and_has_another_fingerprint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[tuple[int, str]]()
+    for has_dots, precision in ((True, "fast"), (False, "fast"), (True, "exact"), (False, "exact")):
+        monkeypatch.setattr(isa, "has_bf16_dots", lambda has_dots=has_dots: has_dots)
+        with LLM(folder, prefix_disk="1GB", kv_type="bf16", precision=precision) as llm:
+            found.append((llm.generate(PROMPT, GREEDY).disk_tokens, llm.system_fingerprint))
+    assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 192]
+    assert len({fingerprint for _, fingerprint in found}) == 3
+    assert found[2][1] == found[3][1]
 
 
 def test_another_salt_or_model_finds_nothing(folder: Path, tmp_path: Path) -> None:

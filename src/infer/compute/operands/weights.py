@@ -337,6 +337,7 @@ class Heads:
     has_keys: bool = True  # otherwise qkv has only q, and keys and values are already in the cache
     are_norms_after: bool = False  # the norms of q and k, over each head, are after the rotation
     num_ahead: int = 0  # number of slots after its own that a token sees, up to the end of its text
+    precision: str = "exact"  # of products with keys and values: exact or fast
 
     @property
     def starts(self) -> tuple[int, int, int]:

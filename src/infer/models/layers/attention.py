@@ -106,6 +106,7 @@ def _heads(attention: Attention, loader: WeightLoader) -> Heads:
         query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],
         has_keys=attention.has_keys,
         are_norms_after=attention.qk_norm == "head_after",
+        precision=loader.precision,
     )
 
 

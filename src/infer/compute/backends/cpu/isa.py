@@ -16,10 +16,11 @@ from importlib import import_module
 from typing import NamedTuple, final
 
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.compute.backends.cpu.layouts import PANEL, WORDS, Layout
+from infer.compute.backends.cpu.layouts import LANES, PANEL, WORDS, Layout
 from infer.compute.backends.cpu.weight_streams import most_by_one_stream
 from infer.errors import InvalidRequestError
 
+BF16_PAIRS = "bf16 pairs"
 _FILE = "target-features"
 _FEATURES = re.compile(rb"[A-Za-z0-9_.+-]+( [A-Za-z0-9_.+-]+)*")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
@@ -158,6 +159,20 @@ def usable_instruction_sets() -> list[InstructionSet]:
     """Return the instruction sets of this machine, best first."""
     usable = [isa for isa in INSTRUCTION_SETS if target_features() >= isa.needs]
     return [isa for isa in usable if not isa.has_matrices or _has_permission()]
+
+
+def has_bf16_dots() -> bool:
+    """Return True if this machine and its instruction set multiply pairs of bf16: AVX512-BF16."""
+    return "avx512bf16" in target_features() and instruction_set().needs >= _AVX512
+
+
+def stored_form(kv_type: str, precision: str, head_dim: int) -> str:
+    """Return the form in which attention reads keys and values: their kv type, or `BF16_PAIRS`.
+
+    Dot products of pairs round queries and weights to bf16, so only `fast` has them, for heads of whole vectors.
+    """
+    is_paired = kv_type == "bf16" and precision == "fast" and head_dim % LANES == 0 and has_bf16_dots()
+    return BF16_PAIRS if is_paired else kv_type
 
 
 @cache

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.compute.backends.cpu.isa import InstructionSet, instruction_set
+from infer.compute.backends.cpu.isa import InstructionSet, instruction_set, stored_form
 from infer.compute.backends.cpu.layouts import PLANES
 from infer.compute.backends.cpu.workspace import add_apart, are_paired, has_odd_bias
 from infer.compute.operands.architecture import Architecture, Layer, ModelOutline
@@ -52,11 +52,13 @@ def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]
     if reads_experts and any(isinstance(layer.feed_forward, Experts) for layer in architecture.layers):
         for name in ("choose", "fetch", "check"):
             yield Kernel(f".experts.kernels:{name}", (), "EXPERT_FETCH", "experts from a file")
-    yield from kernels_of_cache(kv_type)
+    for form in {stored_form(kv_type, precision, layer.head_dim): None for layer in architecture.attention}:
+        yield from kernels_of_cache(form)
     yield Kernel(".attention.attention:finish", (), "ATTEND")
 
 
 def kernels_of_cache(kv_type: str) -> Iterator[Kernel]:
+    """Yield the kernels of a kv type, or of the form that `stored_form` names."""
     yield Kernel(".attention.rotation:make_rotate", (kv_type,), "ATTEND", f"kv type {kv_type}")
     yield Kernel(".attention.attention:make_attend_few", (kv_type,), "ATTEND", f"kv type {kv_type}")
     if kv_type != "f32":

@@ -22,7 +22,7 @@ from infer.compute.backends.cpu.experts.commands import (
     waves,
     weigh_shared,
 )
-from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.isa import instruction_set, stored_form
 from infer.compute.backends.cpu.layouts import LANES
 from infer.compute.backends.cpu.projections import (
     activations_of,
@@ -252,11 +252,13 @@ def append_keys(kv: Activations, heads: Heads, layer: LayerCache, step: Step) ->
         arguments = _attend_arguments(replace(heads, has_keys=True), layer)
         arguments.set(only_stores=1, q=floats, k=floats, qkv_bytes=4 * floats.shape[1])
         arguments.set(v=floats.data_ptr() + 4 * heads.num_kv_heads * heads.head_dim)
-        run.append("rotate", arguments, BARRIER, ".attention.rotation:make_rotate", layer.kv_type)
+        form = stored_form(layer.kv_type, heads.precision, heads.head_dim)
+        run.append("rotate", arguments, BARRIER, ".attention.rotation:make_rotate", form)
 
 
 def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
-    features, pages, kv_type = heads.num_heads * heads.head_dim, layer.pages, layer.kv_type
+    features, pages = heads.num_heads * heads.head_dim, layer.pages
+    kv_type = stored_form(layer.kv_type, heads.precision, heads.head_dim)
     has_sink_queries = pages.last_position is not None and heads.rope is not None
     chunks = -(-pages.table.shape[1] * pages.page_tokens // CHUNK)
     with scope("attend", step=step) as run:

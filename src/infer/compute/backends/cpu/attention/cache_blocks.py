@@ -9,12 +9,13 @@ from numba import njit, types
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.attention.cached_forms import KEYS, VALUES, Form
 from infer.compute.backends.cpu.attention.quantized_tiles import emit_mix
+from infer.compute.backends.cpu.isa import BF16_PAIRS
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.simd import Value, address, operation
 from infer.compute.quantization.kv_formats import QUANTIZED
 
 _CODES = BLOCK
-_FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+_FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, BF16_PAIRS: 2}
 
 
 mix_32 = operation(types.void, address)(emit_mix)
@@ -49,9 +50,7 @@ def _put(at, size, is_f16, value):
 
 
 def make_mix(kv_type: str) -> Any:
-    """Return mix(x, dim), in place: it mixes a query or a key before it is used with quantised blocks, else does
-    nothing.
-    """
+    """Return mix(x, dim), in place: it mixes a key or a query of quantised blocks, else does nothing."""
     is_mixed = kv_type in QUANTIZED
 
     @njit
@@ -61,6 +60,19 @@ def make_mix(kv_type: str) -> Any:
                 mix_32(x + i)
 
     return mix
+
+
+def make_prepare_query(kv_type: str) -> Any:
+    """Return prepare(x, dim), in place: it mixes a query as keys are mixed, or rounds it to the bf16 of its pairs."""
+    if kv_type != BF16_PAIRS:
+        return make_mix(kv_type)
+
+    @njit
+    def round_query(x, dim):
+        for i in range(0, dim, LANES):
+            simd.keep_bf16(x + 2 * i, simd.load_f32(x + 4 * i))
+
+    return round_query
 
 
 def make_store_key(kv_type: str) -> Any:

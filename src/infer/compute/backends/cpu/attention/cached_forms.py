@@ -4,6 +4,10 @@
 a row of keys is one dimension of 16 positions, a row of values 16 dimensions of one position. Elements of q8 and q4 are
 stored in records of 32 dimensions: codes, then 16 scales (f16), then 16 minima in values of q4. A widened block has the
 same order, in f32.
+
+With the dot products of `bf16 pairs`, a step multiplies two rows at once: two dimensions of keys, or two positions of
+values. A lane then has an element of each, as an i32. Cached rows are paired as they are read, and for many queries
+once, in blocks of the same size.
 """
 
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from numba import types
 from numba.core import cgutils
 
 from infer.compute.backends.cpu import simd
+from infer.compute.backends.cpu.isa import BF16_PAIRS
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.simd import (
     F32X16,
@@ -30,6 +35,7 @@ from infer.compute.backends.cpu.simd import (
     multiply,
     offset,
     operation,
+    store,
 )
 
 _ROWS = 2 * LANES  # of a record
@@ -47,6 +53,16 @@ def _bf16(b: Builder, where: Value) -> Value:
     return simd.widen_bf16(b, load(b, where, I16X16, 2))
 
 
+def _pair(b: Builder, first: Value, second: Value) -> Value:
+    """Load two rows of bf16 as the low and the high halves of 16 i32."""
+    low, high = (b.zext(load(b, row, I16X16, 2), I32X16) for row in (first, second))
+    return b.or_(low, b.shl(high, constant(I32X16, 16)))
+
+
+def _paired(b: Builder, where: Value) -> Value:
+    return load(b, where, I32X16, 4)
+
+
 def _i8(b: Builder, where: Value) -> Value:
     return b.sitofp(b.sext(load(b, where, I8X16), I32X16), F32X16)
 
@@ -60,10 +76,17 @@ class Form:
     side_bytes: int = 0  # 0: floats, which have none
     has_minima: bool = False
     has_nibbles: bool = False  # a row is the low halves of 16 bytes, the next one the high halves
+    depth: int = 1  # rows that a step multiplies: 2 of bf16 pairs
+    is_paired: bool = False  # the two rows are stored as pairs
 
     @property
     def is_coded(self) -> bool:
         return self.side_bytes > 0
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes from 16 dims of a position's value, or of a pair of positions, to the next 16."""
+        return self.row_bytes * (self.depth if self.is_paired else 1)
 
     @property
     def codes_bytes(self) -> int:
@@ -78,6 +101,16 @@ class Form:
     def dim_bytes(self) -> int:
         """Bytes per dim of a block of 16 positions."""
         return self.record_bytes // _ROWS
+
+    def load_step(self, b: Builder, where: Value, row_apart: Value) -> Value:
+        """Load the row of a step, or a pair with the row that is `row_apart` bytes after it."""
+        if self.depth == 1 or self.is_paired:
+            return self.load(b, where)
+        return _pair(b, where, b.add(where, row_apart))
+
+    def load_factor(self, b: Builder, where: Value) -> Value:
+        """Load what multiplies a step of a query or of weights: a float or a pair, in all lanes."""
+        return simd.broadcast(b, where) if self.depth == 1 else simd.splat(b, load(b, where, I32, 4))
 
     def load_element(self, b: Builder, where: Value) -> Value:
         """Load one element of a form of floats."""
@@ -105,9 +138,12 @@ class Form:
 _CODES = Form(LANES, _i8, side_bytes=2 * LANES)
 _NIBBLES = Form(LANES // 2, _i8, side_bytes=2 * LANES, has_minima=True, has_nibbles=True)
 _FLOATS = {"f32": Form(64, _f32), "f16": Form(32, _f16), "bf16": Form(32, _bf16)}
+_FLOATS[BF16_PAIRS] = Form(32, _bf16, depth=2)
 
 
 def _widened(form: Form) -> Form:
+    if form.depth == 2:
+        return replace(form, load=_paired, is_paired=True)
     if not form.is_coded:
         return _FLOATS["f32"]
     return replace(form, row_bytes=64, load=_f32, load_side=_f32, side_bytes=64, has_nibbles=False)
@@ -121,13 +157,16 @@ KEYS = _with_widened(_FLOATS | {"q8": _CODES, "q4": _CODES})
 VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
 
 
-def make_widen(form: Form) -> Any:
-    """Return widen(blocks, dim, count, to), which widens `count` blocks to f32."""
+def make_widen(form: Form, *, of_keys: bool) -> Any:
+    """Return widen(blocks, dim, count, to), which widens `count` blocks to f32, or pairs their rows."""
 
     @operation(types.void, *(address,) * 4)
     def widen(b: Builder, blocks: Value, dim: Value, count: Value, to: Value) -> None:
         if form.is_coded:
             _widen_records(b, form, blocks, b.mul(count, b.udiv(dim, constant(I64, BLOCK))), to)
+        elif form.depth == 2:
+            rows_apart = constant(I64, 1) if of_keys else b.udiv(dim, constant(I64, LANES))
+            _pair_rows(b, form, blocks, b.mul(count, dim), rows_apart, to)
         else:
             _widen_rows(b, form, blocks, b.mul(count, dim), to)
 
@@ -138,6 +177,16 @@ def _widen_rows(b: Builder, form: Form, rows: Value, count: Value, to: Value) ->
     with cgutils.for_range(b, count) as loop:
         wide = form.load(b, b.add(rows, multiply(b, loop.index, form.row_bytes)))
         simd.store_f32(b, b.add(to, multiply(b, loop.index, 64)), wide)
+
+
+def _pair_rows(b: Builder, form: Form, rows: Value, count: Value, rows_apart: Value, to: Value) -> None:
+    """Store the pairs of rows that are so many rows apart. The pairs have the order of their first rows."""
+    apart = multiply(b, rows_apart, form.row_bytes)
+    with cgutils.for_range(b, b.udiv(count, multiply(b, rows_apart, 2))) as group:
+        first = b.mul(group.index, multiply(b, apart, 2))
+        with cgutils.for_range(b, rows_apart) as row:
+            pair = form.load_step(b, b.add(rows, b.add(first, multiply(b, row.index, form.row_bytes))), apart)
+            store(b, b.add(to, b.add(first, multiply(b, row.index, 2 * form.row_bytes))), pair, 4)
 
 
 def _widen_records(b: Builder, form: Form, records: Value, count: Value, to: Value) -> None:

@@ -20,7 +20,7 @@ def make_widen_chunk(kv_type: str) -> Any:
     chunk.
     """
     wide, block_at = f"wide {kv_type}", make_block_at(kv_type)
-    widen_keys, widen_values = make_widen(KEYS[kv_type]), make_widen(VALUES[kv_type])
+    widen_keys, widen_values = make_widen(KEYS[kv_type], of_keys=True), make_widen(VALUES[kv_type], of_keys=False)
     key_bytes, value_bytes = KEYS[wide].dim_bytes, VALUES[wide].dim_bytes
 
     @njit
@@ -80,7 +80,7 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
     """
     form, block_at = VALUES[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
     add_value_run = make_add_value_run(form, VALUES[kv_type] if is_wide else None)
-    value_bytes, add_rest = form.dim_bytes, _make_add_rest(form)
+    value_bytes, weight_bytes, add_rest = form.dim_bytes, 4 // form.depth, _make_add_rest(form)
 
     @njit
     def add_chunk_values(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after):
@@ -99,7 +99,7 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
                     _, following = block_at(args, columns.row, kv, start + max(run, first))
                 else:
                     following, _ = block_at(args, after[0], after[1], after[2])
-            add_value_run(columns.num, p + 4 * at, dim, values, run - at, out, stride, following)
+            add_value_run(columns.num, p + weight_bytes * at, dim, values, run - at, out, stride, following)
             if dim % LANES != 0:
                 add_rest(columns.num, p + 4 * at, dim, values, run - at, out, stride)
             at = first if gap > 0 and run == near else run

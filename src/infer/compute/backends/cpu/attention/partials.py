@@ -14,6 +14,7 @@ from numba import njit
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.attention.cache_slots import parts_of_chunk, seen_lanes, seen_of_chunk
 from infer.compute.backends.cpu.attention.chunk_products import make_add_chunk_values, make_chunk_scores
+from infer.compute.backends.cpu.isa import BF16_PAIRS
 from infer.compute.backends.cpu.layouts import LANES
 from infer.compute.backends.cpu.math_functions import exp_scalar, exp_up_to_0, sigmoid, softcapped, softplus
 from infer.compute.backends.cpu.records import CHUNK, SCORE_BYTES
@@ -66,49 +67,71 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
     return simd.max_f32(largest)
 
 
-@njit
-def _exponentials(scores, parts, m):
-    """Replace the scores of a chunk's parts by e^(s − m), and return their sum."""
-    gap, first, end = parts
-    total, shift = splat_f32(np.float32(0)), splat_f32(m)
-    at = 0 if gap > 0 else first
-    while at < end:
-        where = scores + 4 * at
-        if at + 4 * LANES <= (gap if at < gap else end):  # at once: the curve's constants stay in registers
-            p, q = exp_up_to_0(load_f32(where) - shift), exp_up_to_0(load_f32(where + 64) - shift)
-            r, s = exp_up_to_0(load_f32(where + 128) - shift), exp_up_to_0(load_f32(where + 192) - shift)
-            store_f32(where, p)
-            store_f32(where + 64, q)
-            store_f32(where + 128, r)
-            store_f32(where + 192, s)
-            total = total + p + q + r + s
-            at += 4 * LANES
-        else:
-            p = exp_up_to_0(load_f32(where) - shift)
-            store_f32(where, p)
-            total = total + p
-            at += LANES
-        at = first if at == gap else at
-    return simd.sum_f32(total)
+@njit(forceinline=True)
+def _keep_f32(weights, at, p):
+    """Store the 16 weights of a column from position `at` on, and return what is stored."""
+    store_f32(weights + 4 * at, p)
+    return p
 
 
-@njit
-def _softmax(columns, args, chunk, parts, scores, out, stride):
-    """Replace scores by e^(s − m), store m and the sum in the partials, and set the partials' last sums to 0.
+@njit(forceinline=True)
+def _keep_bf16(weights, at, p):
+    return simd.keep_bf16(weights + 2 * at, p)
 
-    All maxima are computed first: a sum waits for its own maximum, but not for the next one.
+
+def _make_exponentials(kv_type: str) -> Any:
+    """Return exponentials(scores, parts, m).
+
+    It replaces the scores of a chunk's parts by e^(s − m), in bf16 for `BF16_PAIRS`, and returns the sum of what it
+    stores.
     """
-    dim, group = args.dim, args.num_heads // args.num_kv_heads
-    for i in range(columns.num):
-        sinks, low, high = seen_of_chunk(args, columns.row, chunk, columns.slot + (columns.first + i) // group)
-        clear(out + i * stride, dim)
-        m = _mask_and_maximum(scores + 4 * CHUNK * i, parts, sinks, low, high, args.softcap)
-        store_scalar_f32(out + i * stride + 4 * dim, m)
-    for i in range(columns.num):
-        m = load_scalar_f32(out + i * stride + 4 * dim)
-        if m != _NEVER:
-            total = _exponentials(scores + 4 * CHUNK * i, parts, m)
-            store_scalar_f32(out + i * stride + 4 * dim + 4, total)
+    keep = _keep_bf16 if kv_type == BF16_PAIRS else _keep_f32
+
+    @njit
+    def exponentials(scores, parts, m):
+        gap, first, end = parts
+        total, shift = splat_f32(np.float32(0)), splat_f32(m)
+        at = 0 if gap > 0 else first
+        while at < end:
+            where = scores + 4 * at
+            if at + 4 * LANES <= (gap if at < gap else end):  # at once: the curve's constants stay in registers
+                p, q = exp_up_to_0(load_f32(where) - shift), exp_up_to_0(load_f32(where + 64) - shift)
+                r, s = exp_up_to_0(load_f32(where + 128) - shift), exp_up_to_0(load_f32(where + 192) - shift)
+                total = total + keep(scores, at, p) + keep(scores, at + LANES, q)
+                total = total + keep(scores, at + 2 * LANES, r) + keep(scores, at + 3 * LANES, s)
+                at += 4 * LANES
+            else:
+                total = total + keep(scores, at, exp_up_to_0(load_f32(where) - shift))
+                at += LANES
+            at = first if at == gap else at
+        return simd.sum_f32(total)
+
+    return exponentials
+
+
+def _make_softmax(kv_type: str) -> Any:
+    """Return softmax(columns, args, chunk, parts, scores, out, stride).
+
+    It replaces scores by e^(s − m), stores m and the sum in the partials, and sets the partials' last sums to 0. All
+    maxima are computed first: a sum waits for its own maximum, but not for the next one.
+    """
+    exponentials = _make_exponentials(kv_type)
+
+    @njit
+    def softmax(columns, args, chunk, parts, scores, out, stride):
+        dim, group = args.dim, args.num_heads // args.num_kv_heads
+        for i in range(columns.num):
+            sinks, low, high = seen_of_chunk(args, columns.row, chunk, columns.slot + (columns.first + i) // group)
+            clear(out + i * stride, dim)
+            m = _mask_and_maximum(scores + 4 * CHUNK * i, parts, sinks, low, high, args.softcap)
+            store_scalar_f32(out + i * stride + 4 * dim, m)
+        for i in range(columns.num):
+            m = load_scalar_f32(out + i * stride + 4 * dim)
+            if m != _NEVER:
+                total = exponentials(scores + 4 * CHUNK * i, parts, m)
+                store_scalar_f32(out + i * stride + 4 * dim + 4, total)
+
+    return softmax
 
 
 class Columns(NamedTuple):
@@ -143,12 +166,13 @@ def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
     the scores in the scratch.
     """
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
+    softmax = _make_softmax(kv_type)
 
     @njit
     def chunk_partials(columns, args, kv, chunk, scratch, out, stride, after):
         (parts, seen), wide = parts_for(columns, args, chunk), scratch + SCORE_BYTES
         chunk_scores(columns, args, kv, chunk, parts, wide, scratch, after)
-        _softmax(columns, args, chunk, parts, scratch, out, stride)
+        softmax(columns, args, chunk, parts, scratch, out, stride)
         add_chunk_values(columns, args, kv, chunk, parts, seen, scratch, wide, out, stride, after)
 
     return chunk_partials

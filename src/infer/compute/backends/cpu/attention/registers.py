@@ -8,7 +8,7 @@ from numba.core import cgutils
 
 from infer.compute.backends.cpu.isa import target_features
 from infer.compute.backends.cpu.layouts import LANES
-from infer.compute.backends.cpu.simd import F32X16, I64, Value, constant, fma, multiply, store_f32
+from infer.compute.backends.cpu.simd import F32X16, I64, Value, constant, dot_bf16, fma, multiply, store_f32
 
 
 def vector_registers() -> tuple[int, int]:
@@ -63,9 +63,10 @@ def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
 
 
 def add_products(b: Builder, sums: Sequence[Value], x: Value, factors: Sequence[Value]) -> None:
-    """Add x × factors[i] to each sums[i]."""
+    """Add x × factors[i] to each sums[i]. They are floats, or pairs of bf16 as integers."""
     for total, factor in zip(sums, factors, strict=False):
-        b.store(fma(b, x, factor, b.load(total)), total)
+        before = b.load(total)
+        b.store(fma(b, x, factor, before) if x.type == F32X16 else dot_bf16(b, before, x, factor), total)
 
 
 def store_variables(b: Builder, slots: Sequence[Value], places: Sequence[Value]) -> None:

@@ -8,7 +8,12 @@ from numba import njit
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activations import inverse_rms
-from infer.compute.backends.cpu.attention.cache_blocks import make_mix, make_store_key, make_store_value
+from infer.compute.backends.cpu.attention.cache_blocks import (
+    make_mix,
+    make_prepare_query,
+    make_store_key,
+    make_store_value,
+)
 from infer.compute.backends.cpu.attention.cache_slots import make_block_at, slot_of
 from infer.compute.backends.cpu.attention.partition import is_split
 from infer.compute.backends.cpu.layouts import LANES
@@ -112,7 +117,7 @@ def make_store_queries(kv_type: str) -> Any:
     `queries`, f32 [kv heads, tokens × group, dim], mixed as the keys of `kv_type` are. With sinks it writes a second
     set at `sink_queries_at`, rotated back to `last_position`.
     """
-    mix = make_mix(kv_type)
+    prepare = make_prepare_query(kv_type)
 
     @njit
     def store_queries(args, state, kv, first, end):
@@ -132,11 +137,11 @@ def make_store_queries(kv_type: str) -> Any:
             to = args.queries + 4 * dim * (kv * state.num_tokens * group + column)
             is_after = args.norm_form == NORM_AFTER
             _rotate_head(x, weight, mean, factor, is_after, cos, sin, args.half, dim, scale, to)
-            mix(to, dim)
+            prepare(to, dim)
             if args.sink_queries_at != 0:
                 back, to = 4 * args.half * min(0, args.last_position - position), to + args.sink_queries_at
                 _rotate_head(x, weight, mean, factor, is_after, cos + back, sin + back, args.half, dim, scale, to)
-                mix(to, dim)
+                prepare(to, dim)
 
     return store_queries
 

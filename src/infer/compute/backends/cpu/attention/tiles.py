@@ -10,6 +10,7 @@ A tile is a number of columns × a number of vectors of 16 lanes, of keys (16 po
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba import types
 from numba.core import cgutils
@@ -20,7 +21,18 @@ from infer.compute.backends.cpu.attention.cached_forms import Form
 from infer.compute.backends.cpu.layouts import LANES
 from infer.compute.backends.cpu.prefetch import LoopPrefetch, begin_region, make_loop_prefetch
 from infer.compute.backends.cpu.records import CHUNK
-from infer.compute.backends.cpu.simd import F32, F32X16, I64, Value, address, constant, multiply, offset, operation
+from infer.compute.backends.cpu.simd import (
+    F32,
+    F32X16,
+    I32X16,
+    I64,
+    Value,
+    address,
+    constant,
+    multiply,
+    offset,
+    operation,
+)
 
 REGION = 4  # blocks that all columns process before the next: they stay in a core's first cache
 STRIDE = 4 * CHUNK  # bytes from column to column of scores
@@ -51,7 +63,7 @@ def _loop_prefetch(
 
     If blocks are widened, a region prefetches one block of the cached form in total.
     """
-    num_bytes = vectors * form.row_bytes
+    num_bytes = vectors * form.depth * form.row_bytes
     if cached is not None:
         num_bytes = num_bytes * cached.dim_bytes // (REGION * form.dim_bytes)
     return make_loop_prefetch(b, prefetch, num_bytes, width, columns)
@@ -108,13 +120,13 @@ def emit_scores(
     Returns:
         Variables of f32 × 16 positions, by query and block: index query × number of blocks + block.
     """
-    sums = registers.variables(b, [constant(F32X16, 0.0)] * (len(queries) * len(blocks)))
-    with cgutils.for_range(b, dim) as loop:
+    sums, row_bytes = registers.variables(b, [constant(F32X16, 0.0)] * (len(queries) * len(blocks))), form.row_bytes
+    with cgutils.for_range(b, b.udiv(dim, constant(I64, form.depth))) as loop:
         ahead()
-        row, element = multiply(b, loop.index, form.row_bytes), multiply(b, loop.index, 4)
-        keys = [form.load(b, b.add(block, row)) for block in blocks]
+        row, element = multiply(b, loop.index, form.depth * row_bytes), multiply(b, loop.index, 4)
+        keys = [form.load_step(b, b.add(block, row), constant(I64, row_bytes)) for block in blocks]
         for column, query in enumerate(queries):
-            registers.add_products(b, sums[column * len(keys) :], simd.broadcast(b, b.add(query, element)), keys)
+            registers.add_products(b, sums[column * len(keys) :], form.load_factor(b, b.add(query, element)), keys)
     return sums
 
 
@@ -132,7 +144,7 @@ def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
         stride: Value, after: Value,
     ) -> None:  # fmt: skip
         def region(first: Value, count: Value, at: Value, following: Value) -> None:
-            prefetch, p_at = begin_region(b, following), b.add(p, multiply(b, first, 4))
+            prefetch, p_at = begin_region(b, following), b.add(p, multiply(b, first, 4 // form.depth))
 
             def tiles(width: int, vectors: int, column: Value) -> None:
                 numbers = [b.add(column, constant(I64, c)) for c in range(width)]
@@ -162,16 +174,23 @@ def emit_values(
     """Emit out[column] += Σ weight × value, as `quantized_tiles.emit_values` does, of [position, dim] of floats."""
     places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
     sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
-    first, position_bytes = (
-        b.add(values, multiply(b, vector, form.row_bytes)),
-        multiply(b, dim, form.row_bytes // LANES),
-    )
-    with cgutils.for_range(b, num_positions) as loop:
-        ahead()
-        row, element = b.add(first, b.mul(loop.index, position_bytes)), multiply(b, loop.index, 4)
-        cached = [form.load(b, offset(b, row, form.row_bytes * v)) for v in range(num_vectors)]
+    size, position_bytes = form.vector_bytes, multiply(b, dim, form.row_bytes // LANES)
+    first, step_bytes = b.add(values, multiply(b, vector, size)), multiply(b, position_bytes, form.depth)
+
+    def add(step: Value, mask: ir.Constant | None = None) -> None:
+        row, element = b.add(first, b.mul(step, step_bytes)), multiply(b, step, 4)
+        cached = [form.load_step(b, offset(b, row, size * v), position_bytes) for v in range(num_vectors)]
+        cached = cached if mask is None else [b.and_(x, mask) for x in cached]
         for column, at in enumerate(p):
-            registers.add_products(b, sums[column * num_vectors :], simd.broadcast(b, b.add(at, element)), cached)
+            registers.add_products(b, sums[column * num_vectors :], form.load_factor(b, b.add(at, element)), cached)
+
+    num_steps = b.udiv(num_positions, constant(I64, form.depth))
+    with cgutils.for_range(b, num_steps) as loop:
+        ahead()
+        add(loop.index)
+    if form.depth == 2:  # the weight after the last position is 0, but its value may be anything
+        with b.if_then(b.trunc(num_positions, ir.IntType(1))):
+            add(num_steps, constant(I32X16, 0xFFFF))
     registers.store_variables(b, sums, places)
 
 
@@ -180,7 +199,7 @@ def make_float_value(form: Form) -> Any:
 
     @operation(types.float32, address, types.int64)
     def float_value(b: Builder, values: Value, index: Value) -> Value:
-        if form.is_coded:  # whose heads are whole vectors
+        if form.is_coded or form.depth == 2:  # whose heads are whole vectors
             return constant(F32, 0.0)
         return form.load_element(b, b.add(values, multiply(b, index, form.row_bytes // LANES)))
 

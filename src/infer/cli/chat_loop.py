@@ -35,11 +35,11 @@ from infer.cli.chat_commands import (
 from infer.cli.chat_session import ChatSession, Opened
 from infer.cli.command_options import ChatOptions
 from infer.cli.commands.generate_command import rate_text
-from infer.cli.model_loading import check_options
+from infer.cli.model_loading import check_options, q8_context
 from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden, waking_on_signals
 from infer.cli.prompts import merge_params, model_defaults
 from infer.cli.streamed_text import MarkdownStyle, WordWrap
-from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note
+from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note, q8_remark
 from infer.compute.sampling.keywords import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
@@ -196,6 +196,8 @@ def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) 
     typed = chat_input(completions)
     if typed.is_interactive and not quiet:
         note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
+        if context := q8_context(session.model):
+            note(q8_remark(context))
     while (message := typed.read("/result " * bool(session.open_calls()))) is not None:
         try:
             _turn(session, message, typed, quiet=quiet, plain=plain)

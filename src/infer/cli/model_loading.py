@@ -31,6 +31,7 @@ from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import Spinner, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
+from infer.compute.kvcache.page_sizes import q8_pays_from, read_bytes
 from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.request_limits import DEFAULT_PREFIX_BYTES
@@ -238,6 +239,22 @@ def _check_step(options: _Loading) -> None:
         if value is not None and value > most:
             flag = f"--{name.replace('_', '-')}"
             raise InvalidRequestError(f"{flag} must be at most {most} with --device {device}, got {value}")
+
+
+def q8_context(llm: "infer.LLM") -> int | None:
+    """Return the context from which keys and values in q8 pay for a loaded model, as `page_sizes.q8_pays_from` does."""
+    from infer.cli.bench.speed import weight_bytes_by_kind
+
+    model, settings = llm._opened.model, llm._opened.settings
+    if model.device.type != "cpu" or settings.tensor_parallel > 1 or settings.cache.evicts:
+        return None
+    layers, kv_type = model.architecture.mixers, settings.cache.kv_type
+    weights = sum(weight_bytes_by_kind(model).values())
+
+    def bytes_of(kind: str, context: int) -> int:
+        return weights + sum(read_bytes(each, kind, context) for each in layers)
+
+    return q8_pays_from(layers, model.kv_type if kv_type == "auto" else kv_type, llm.max_seq_len, bytes_of)
 
 
 def check_suite(context: click.Context) -> None:

@@ -141,6 +141,11 @@ def megabytes(num_bytes: int, decimals: int = 1) -> str:
     return f"{num_bytes / 1e6:,.{decimals}f} MB"
 
 
+def q8_remark(context: int) -> str:
+    """Return the recommendation of keys and values in q8, from this context on."""
+    return f"--kv-type q8 decodes faster from {context:,} tokens on, with a mean KL below 0.001"
+
+
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 

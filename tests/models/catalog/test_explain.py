@@ -11,7 +11,11 @@ import torch
 
 from commands import refused, run
 from gguf_files import write_model
+from infer import LLM
 from infer.cli.commands.explain_command import ranges
+from infer.cli.model_loading import q8_context
+from infer.cli.terminal import q8_remark
+from infer.compute.kvcache.page_sizes import q8_pays_from, read_bytes
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.mixers import Attention, Rope
@@ -116,6 +120,33 @@ def test_only_types_that_a_cache_can_have_are_listed() -> None:
         found = list(_kv_types([replace(ATTENTION, head_dim=size) for size in (32, head_dim)]))
         assert ("q8" in found) is ("q4" in found) is is_listed
         assert {"f32", "f16", "bf16"} <= set(found)
+
+
+def test_q8_is_recommended_from_the_context_at_which_a_step_reads_a_tenth_less() -> None:
+    layer = replace(ATTENTION, head_dim=32)  # 256 bytes of keys and values per token in f16, 136 in q8
+
+    def found(weights: int, *, kv_type: str = "f16", most: int = 4096, mixer: Attention = layer) -> int | None:
+        return q8_pays_from([mixer], kv_type, most, lambda kind, context: weights + read_bytes(mixer, kind, context))
+
+    assert found(1) == 512
+    assert found(2048 * 1064) == 2048  # 106.4 = 256 − 1.1 × 136, times ten
+    assert found(2048 * 1064 + 1000) == found(4096 * 1064) == 4096
+    assert found(4096 * 1064 + 1000) is None
+    assert found(2048 * 1064, most=2047) is None
+    assert found(1, kv_type="q4") is None
+    assert found(1, mixer=replace(layer, head_dim=48)) is None
+    assert found(512 * 1064, mixer=replace(layer, window=500)) is None
+
+
+def test_explain_estimate_and_a_loaded_model_recommend_q8_from_one_context() -> None:
+    report = json.loads(run("estimate", "smollm2", "--json").out)
+    with LLM("smollm2") as llm, LLM("smollm2", kv_type="q8") as other:
+        assert q8_context(llm) == explain("smollm2").q8_pays_from == report["q8_pays_from"] == 1024
+        assert q8_context(other) is None
+    assert json.loads(run("estimate", "smollm2", "--json", "--kv-type", "q8").out)["q8_pays_from"] is None
+    evicting = ("--eviction-policy", "sliding", "--eviction-window", "512")
+    assert json.loads(run("estimate", "smollm2", "--json", *evicting).out)["q8_pays_from"] is None
+    assert q8_remark(1024) in " ".join(run("explain", "smollm2").out.split())
 
 
 def test_ranges_join_neighbours() -> None:

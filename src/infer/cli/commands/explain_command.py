@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from infer.cli.command_options import EstimateOptions, ExplainOptions
-from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report
+from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report, q8_remark
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
@@ -78,6 +78,7 @@ def lines(found: Explanation) -> Iterator[str]:
         ("in memory", f"{megabytes(found.weight_bytes)} of weights{_experts(found)}"),
         *([("on OpenCL", f"{', '.join(found.f16_on_opencl)} as F16")] if found.f16_on_opencl else []),
         *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
+        *([("q8", q8_remark(found.q8_pays_from))] if found.q8_pays_from else []),
         *([("state", _state(found.state_bytes))] if found.state_bytes else []),
     ]  # fmt: skip
     return columns_of_rows(rows, "<<")
@@ -224,6 +225,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "draft_bytes": draft_bytes,
         "total_bytes": found.total + draft_bytes,
         "available_bytes": available,
+        "q8_pays_from": found.q8_pays_from if on_host else None,
         "tokens_per_second": tokens_per_second(architecture, tensors, load, kv_type) if is_known else None,
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": fits,
@@ -270,6 +272,8 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["tokens_per_second"] is not None:
         remark = f"predicted for one answer, with memory read at {report['read_bandwidth'] / 1e9:.1f} GB/s"
         yield f"{'speed':<10}{report['tokens_per_second']:>12,.1f} tok/s   {remark}"
+    if report["q8_pays_from"] is not None:
+        yield f"{'q8':<10}{'':>12}      {q8_remark(report['q8_pays_from'])}"
     if report["available_bytes"] is None:
         return
     verdict = "it fits" if report["fits"] else "it does not fit"

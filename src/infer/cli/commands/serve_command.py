@@ -17,9 +17,10 @@ from pathlib import Path
 
 import infer
 from infer.cli.commands.server_commands import client_lines, context_remark, page_url
-from infer.cli.model_loading import bytes_for_prefixes, check_loading, model_settings
+from infer.cli.model_loading import bytes_for_prefixes, check_loading, model_settings, q8_context
 from infer.cli.process_streams import cancel_on_signal
 from infer.cli.server_options import DeployOptions, ServeOptions
+from infer.cli.terminal import q8_remark
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.find import file_versions
@@ -166,6 +167,8 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, at most {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
         yield f"memory   {sum(llm._opened.runner.cache.pool_pages):,} pages of 64 tokens of keys and values"
+        if context := q8_context(llm):
+            yield f"q8       {q8_remark(context)}"
         if (num_bytes := llm._opened.settings.experts_memory) is not None:
             yield f"experts  at most {num_bytes / 1e9:g} GB of them in memory (--experts-memory)"
         if (draft := llm._opened.settings.draft_model) is not None:

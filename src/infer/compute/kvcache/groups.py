@@ -3,7 +3,7 @@
 All sizes are known before any memory is allocated. Loads no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import final
@@ -14,6 +14,8 @@ from infer.compute.operands.limits import RECENT_PAGES, STATE_TOKENS
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer, Recurrent
 from infer.compute.quantization.kv_formats import (
     BLOCK_POSITIONS,
+    QUANTIZED,
+    VALUES_PER_SCALE,
     check_kv_type,
     key_block_bytes,
     num_blocks,
@@ -23,6 +25,7 @@ from infer.errors import InvalidRequestError
 
 _FLOAT_BYTES = 4
 TEXT_PAGE_TOKENS = 64  # in pages of an encoder's texts
+_Q8_GAIN = 1.1  # the quotient of a step's bytes from which q8 is recommended
 
 
 def page_bytes(layer: Mixer, kv_type: str, page_tokens: int) -> int:
@@ -52,6 +55,19 @@ def read_bytes(layer: Mixer, kv_type: str, context: int) -> int:
         _, state, keys, updates, _ = map(prod, layer.page_shapes(STATE_TOKENS))
         return _FLOAT_BYTES * (state + (keys + updates) // 2)
     return _FLOAT_BYTES * layer.num_channels * (layer.num_taps - 1)
+
+
+def q8_pays_from(layers: Sequence[Mixer], kv_type: str, most: int, bytes_of: Callable[[str, int], int]) -> int | None:
+    """Return the context, a power of 2, from which a decode step reads a tenth less if keys and values are in q8.
+
+    `bytes_of` returns the bytes that a step reads with a kv type and a context. None: q8 cannot store the heads, the
+    type is quantised already, or no context up to `most` is long enough.
+    """
+    dims = [layer.head_dim for layer in layers if isinstance(layer, Attention)]
+    if kv_type in QUANTIZED or any(dim % VALUES_PER_SCALE for dim in dims):
+        return None
+    contexts = (1 << power for power in range(9, most.bit_length()))
+    return next((each for each in contexts if bytes_of(kv_type, each) >= _Q8_GAIN * bytes_of("q8", each)), None)
 
 
 def num_text_pages(num_texts: int, num_tokens: int) -> int:

@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class Explanation:
     expert_bytes: int  # of these, those of experts, which may also be read from a file
     f16_on_opencl: tuple[str, ...]  # types of the weights that OpenCL stores as F16
     cache: tuple[CacheSize, ...]
+    q8_pays_from: int | None  # context, on a CPU with default settings: `page_sizes`
     state_bytes: int  # of layers with a state: per page of 64 tokens that a sequence holds
     is_encoder: bool  # an encoder generates no text
     uses: tuple[str, ...]  # the uses for whole texts for which its files have heads
@@ -126,6 +127,7 @@ def explain(model: str | Path) -> Explanation:
             CacheSize(kv_type, *(1000 * size for size in cache_bytes_per_token(kept, kv_type)))
             for kv_type in _kv_types(kept)
         ),
+        q8_pays_from=replace(budget, num_tokens=architecture.own_length).q8_pays_from,
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)
         ),

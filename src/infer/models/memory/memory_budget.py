@@ -13,7 +13,7 @@ from typing import Self, final
 
 from infer.compute.backends.before_load import MemoryRules, StepSizes, memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import make_groups, most_pages, text_cache_bytes, with_state_memory
+from infer.compute.kvcache.groups import make_groups, most_pages, q8_pays_from, text_cache_bytes, with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
@@ -22,6 +22,7 @@ from infer.errors import InvalidRequestError, ModelError
 from infer.models.memory.memory_estimate import (
     LoadSettings,
     StoredMatrix,
+    decode_bytes,
     expert_bytes,
     kv_type_of,
     loaded_types,
@@ -104,6 +105,14 @@ class MemoryBudget:
             num_tokens, num_rows, pool_pages, tensors, types,
             weight_bytes(architecture, types, load.device, load.experts_memory),
         )  # fmt: skip
+
+    @property
+    def q8_pays_from(self) -> int | None:
+        """Context from which `page_sizes.q8_pays_from` recommends q8; None if a policy limits what a step reads."""
+        if self.settings.evicts or self.architecture.reads_whole_texts:
+            return None
+        bytes_of = partial(decode_bytes, self.architecture, self.types or {})
+        return q8_pays_from(self.layers, self.kv_type, self.num_tokens, bytes_of)
 
     # Parts
 

@@ -530,6 +530,19 @@ def test_an_offer_to_quantise_is_redeemed_in_one_form() -> None:
         assert offer.redeem(1, 1000) is None
 
 
+@pytest.mark.parametrize("types", [("Q8_0",), ("Q8_0", "F32"), ("F32", "Q8_0"), ("F32",)])
+def test_floats_are_written_only_if_an_op_reads_them(types: tuple[str, ...]) -> None:
+    gate_up = cpu.prepare(Projection((make_weight("Q8_0", 128, 64),)), CPU)
+    down = cpu.prepare(Projection(tuple(make_weight(type_, 32, 64) for type_ in types)), CPU)
+    with record(4, 1):
+        hidden = cpu.norm_gate(torch.randn(4, 64), None, gate_up, "silu")
+        cpu.project_add(torch.randn(4, 32 * len(types)), hidden, down, None)
+    assert isinstance(hidden.twin, Offer)
+    record_ = hidden.twin.arguments.record
+    assert record_["out"] == (0 if types == ("Q8_0",) else hidden.floats.data_ptr())
+    assert (record_["quantized"] != 0) == ("Q8_0" in types)
+
+
 def test_weights_that_were_not_prepared_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="prepare"):
         cpu.norm_project(torch.randn(1, 64), None, Projection((make_weight("Q8_0", 32, 64),)))

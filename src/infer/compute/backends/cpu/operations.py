@@ -174,7 +174,7 @@ def norm_gate(
         epilogue, (weight, second) = epilogue_of((out, first), 0, features, gate_up.bias), halves
         if gate_up.bias is not None:
             epilogue.set(second_bias=gate_up.bias[features:])
-        offer = run.offer("hidden", epilogue, shares) if is_in_blocks(features, shares) else None
+        offer = run.offer("hidden", epilogue, shares, floats=out) if is_in_blocks(features, shares) else None
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, activation)
         arguments = matmul_arguments(run, weight, -(-features // LANES), second)
         arguments.set(

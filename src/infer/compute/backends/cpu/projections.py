@@ -92,6 +92,8 @@ def activations_of(
         address = x.twin.redeem(form, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return {"activations": address, "private_bytes": 0}
+    if isinstance(x.twin, Offer):
+        x.twin.keep_floats()
     copies = max(run.max_logits if of_logits else run.capacity, run.max_threads)
     records = run.tensor("activations", (copies + SPARE_TOKENS) * token_bytes, dtype=torch.uint8)
     arguments = Arguments(NORMALIZE, x=x.floats, out=records, features=weight.in_features, form=form)

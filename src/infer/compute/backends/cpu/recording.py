@@ -73,10 +73,13 @@ class Run(ABC):
         """Return all ranks' columns, after this rank's are written."""
 
     @abstractmethod
-    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> "Offer | None":
+    def offer(
+        self, role: str, arguments: Arguments, shares: Shares | None, *, floats: Tensor | None = None
+    ) -> "Offer | None":
         """Return the offer of a command that writes the buffer of this role, and that can also write it quantised.
 
-        Return None if the command runs before the op that reads the buffer.
+        If `floats` is given, it is the argument `out` of a command that may leave it out. Return None if the command
+        runs before the op that reads the buffer.
         """
 
 
@@ -101,7 +104,7 @@ class EagerRun(Run):
         self.run()
         return shares.gather(own)
 
-    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> None:
+    def offer(self, role: str, arguments: Arguments, shares: Shares | None, *, floats: Tensor | None = None) -> None:
         return None
 
 
@@ -150,8 +153,8 @@ class Recording(Run):
             self.commands.append(replace(self._shared(shares).barrier(), label=f"{self.label}.barrier"))
         return own
 
-    def offer(self, role: str, arguments: Arguments, shares: Shares | None) -> "Offer":
-        return Offer(self, role, arguments, shares)
+    def offer(self, role: str, arguments: Arguments, shares: Shares | None, *, floats: Tensor | None = None) -> "Offer":
+        return Offer(self, role, arguments, shares, floats)
 
     def enter(self, label: str) -> None:
         """Set the label of the commands that follow. An op without a projection belongs to the layer before it."""
@@ -161,17 +164,25 @@ class Recording(Run):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class Offer:
     """A recorded command's offer to write its result quantised too: the twin of the activations that it writes.
 
-    The op that reads the activations redeems it before the command ever runs.
+    The op that reads the activations redeems it before the command ever runs. It calls `keep_floats` before it reads
+    the floats of activations that have an offer.
     """
 
     recording: Recording
     role: str  # of the buffer that the command writes
     arguments: Arguments
     shares: Shares | None
+    floats: Tensor | None = None  # the command need not write them
+
+    def keep_floats(self) -> None:
+        """Let the command write the floats, too, because an op reads them."""
+        if self.floats is not None:
+            self.arguments.set(out=self.floats)
+            self.floats = None
 
     def redeem(self, form: int, num_bytes: int) -> int | None:
         """Return the address of activation records of this form, which the command will write beside the floats.
@@ -183,6 +194,8 @@ class Offer:
             return None
         records = self.recording.for_all(self.shares, f"quantized {self.role}", num_bytes, dtype=torch.uint8)
         self.arguments.set(quantized=records, form=form)
+        if self.floats is not None:
+            self.arguments.set(out=0)
         return records.data_ptr()
 
 

@@ -31,7 +31,7 @@ from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import Spinner, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.page_sizes import q8_pays_from, read_bytes
+from infer.compute.kvcache.groups import q8_pays_from, read_bytes
 from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.request_limits import DEFAULT_PREFIX_BYTES
@@ -242,7 +242,7 @@ def _check_step(options: _Loading) -> None:
 
 
 def q8_context(llm: "infer.LLM") -> int | None:
-    """Return the context from which keys and values in q8 pay for a loaded model, as `page_sizes.q8_pays_from` does."""
+    """Return the context from which keys and values in q8 pay for a loaded model, as `q8_pays_from` does."""
     from infer.cli.bench.speed import weight_bytes_by_kind
 
     model, settings = llm._opened.model, llm._opened.settings

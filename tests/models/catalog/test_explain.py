@@ -15,7 +15,7 @@ from infer import LLM
 from infer.cli.commands.explain_command import ranges
 from infer.cli.model_loading import q8_context
 from infer.cli.terminal import q8_remark
-from infer.compute.kvcache.page_sizes import q8_pays_from, read_bytes
+from infer.compute.kvcache.groups import q8_pays_from, read_bytes
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Dense
 from infer.compute.operands.mixers import Attention, Rope

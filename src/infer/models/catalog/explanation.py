@@ -86,7 +86,7 @@ class Explanation:
     expert_bytes: int  # of these, those of experts, which may also be read from a file
     f16_on_opencl: tuple[str, ...]  # types of the weights that OpenCL stores as F16
     cache: tuple[CacheSize, ...]
-    q8_pays_from: int | None  # context, on a CPU with default settings: `page_sizes`
+    q8_pays_from: int | None  # context, on a CPU with default settings: `kvcache.groups`
     state_bytes: int  # of layers with a state: per page of 64 tokens that a sequence holds
     is_encoder: bool  # an encoder generates no text
     uses: tuple[str, ...]  # the uses for whole texts for which its files have heads

@@ -108,7 +108,7 @@ class MemoryBudget:
 
     @property
     def q8_pays_from(self) -> int | None:
-        """Context from which `page_sizes.q8_pays_from` recommends q8; None if a policy limits what a step reads."""
+        """Context from which `q8_pays_from` recommends q8; None if a policy limits what a step reads."""
         if self.settings.evicts or self.architecture.reads_whole_texts:
             return None
         bytes_of = partial(decode_bytes, self.architecture, self.types or {})

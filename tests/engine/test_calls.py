@@ -334,8 +334,8 @@ def test_tensors_that_do_not_fit_the_config_are_all_named(qwen_dir: Path, tmp_pa
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(qwen_dir: Path, tmp_path: Path) -> None:
-    changed(qwen_dir, tmp_path, model_type="mamba")
-    check_refused(lambda: LLM(tmp_path), r"'mamba' is not supported.*gemma3_text.*llama.*qwen3", ModelError)
+    changed(qwen_dir, tmp_path, model_type="mystery")
+    check_refused(lambda: LLM(tmp_path), r"'mystery' is not supported.*gemma3_text.*llama.*qwen3", ModelError)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="hardware: the size of a process is read from Linux's /proc")

@@ -70,7 +70,7 @@ def test_an_evicted_page_is_not_found_and_can_be_stored_again() -> None:
     cache = remembered(FIRST)
     cache.forget(0)
     assert cache.adopt(1, [*FIRST, 9]) == 0
-    assert cache.has_new_pages(0)
+    grow(cache, 0, len(FIRST))
     cache.remember(0, FIRST)
     assert cache.adopt(1, [*FIRST, 9]) == PAGE
 

@@ -5,10 +5,11 @@
     python benchmarks/check_precision.py --of kv --tokens 20480          keys and values: windows of 2,048 tokens
 
 `--of weights` compares `exact`, `fast` and llama.cpp with the same file dequantised, which the tests prove equal to
-transformers; keys and values have 32 bits. `--of kv` compares each `kv_type` with `f32`; products are exact unless the
-side is named `fast`, and the text is the language reference that every CPython carries. All sides see the same tokens,
-in windows that begin anew, in chunks that bound the memory. llama.cpp runs in an environment of its own, found as
-bench_peers finds it.
+transformers; keys and values have 32 bits. `--of bf16` and `--of f16` store the weights in that type, with float
+activations as the reference. `--of kv` compares each `kv_type` with `f32`; products are exact unless the side is named
+`fast`, and the text is the language reference that every CPython carries. All sides see the same tokens, in windows
+that begin anew, in chunks that bound the memory. llama.cpp runs in an environment of its own, found as bench_peers
+finds it.
 """
 
 import argparse
@@ -43,6 +44,15 @@ SIDES: Mapping[str, Mapping[str, tuple[dict[str, Any], str]]] = {
         "float32": ({"dtype": "float32"}, "f32"),
         "exact": ({"precision": "exact"}, "f32"),
         "fast": ({"precision": "fast"}, "f32"),
+    },
+    "bf16": {
+        "exact": ({"dtype": "bfloat16"}, "f32"),
+        "fast": ({"dtype": "bfloat16", "precision": "fast"}, "f32"),
+    },
+    "f16": {
+        "exact": ({"dtype": "float16"}, "f32"),
+        "as bf16": ({"dtype": "bfloat16"}, "f32"),
+        "as bf16, fast": ({"dtype": "bfloat16", "precision": "fast"}, "f32"),
     },
     "kv": {kv_type: ({}, kv_type) for kv_type in ("f32", "f16", "bf16", "q8", "q4")}
     | {f"fast {kv_type}": ({"precision": "fast"}, kv_type) for kv_type in ("f16", "bf16")},
@@ -153,7 +163,7 @@ def make_readers(name: str, context: int, options: argparse.Namespace, stack: Ex
 
 def check(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the figures of each side of a model."""
-    text = TEXT.read_text("utf-8") if options.of == "weights" else reference_text()
+    text = reference_text() if options.of == "kv" else TEXT.read_text("utf-8")
     token_ids = load_tokenizer(name).encode(text)[: options.tokens]
     window = min(options.window, len(token_ids))
     with ExitStack() as stack:

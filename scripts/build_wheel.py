@@ -57,6 +57,7 @@ TARGETS = {
     "avx2": Target("x86-64-v3", _V3, {"two": "haswell", "near": "znver3"}),
     "avxvnni": Target("x86-64-v3", (*_V3, "avxvnni"), {"two": "alderlake"}),
     "avx512vnni": Target("x86-64-v4", _V4, {"two": "icelake-server", "near": "znver4", "far": "znver5"}),
+    "avx512bf16": Target("x86-64-v4", (*_V4, "avx512bf16"), {"two": "cooperlake", "near": "znver4", "far": "znver5"}),
     "amx": Target("x86-64-v4", (*_V4, "amx-tile", "amx-int8"), {"two": "sapphirerapids"}),
 }
 

@@ -113,6 +113,7 @@ class LLM(TextCalls):
         dtype: "auto" keeps the weights in their file's format. A float type dequantises them at load.
         weights: "q8" or "q4" quantises float weights at load, "bf16" rounds them.
         precision: Precision of activations for quantised weights on a CPU: "exact" (16 bits) or "fast" (8 bits).
+            With `fast`, weights in BF16 are multiplied by activations in BF16 if the CPU has AVX512-BF16.
         draft_model: A smaller model with the same vocabulary, which drafts tokens that this model verifies. Answers
             have the same tokens, and are faster if drafts are often right. Drafts that take more time than they save
             are not made.

@@ -72,7 +72,8 @@ class ModelSettings:
         None, Whole(1, is_optional=True), "Number of threads that compute.  [default: all cores]", group="numbers",
         other_names=("n_threads", "num_threads"))
     precision: PrecisionName = parameter(
-        "exact", _one_of(PrecisionName), "Bits of activations with quantised weights on a CPU: 16, or 8 (fast).",
+        "exact", _one_of(PrecisionName),
+        "Bits of activations with quantised weights on a CPU: 16, or 8 (fast). With BF16 weights: 32, or 16 (fast).",
         group="numbers")
     weights: WeightsType = parameter(
         "auto", _one_of(WeightsType), "Quantise float weights at load; auto keeps the file's format.",

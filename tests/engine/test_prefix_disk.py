@@ -84,13 +84,13 @@ def test_another_type_or_precision_finds_nothing(folder: Path) -> None:
     assert [answer(folder, precision=each, weights="q8")[2] for each in ("exact", "fast", "fast")] == [0, 0, 192]
 
 
-@pytest.mark.skipif(not isa.has_bf16_dots(), reason="hardware: a CPU with AVX512-BF16")
+@pytest.mark.skipif(not isa.instruction_set().has_pairs, reason="hardware: a CPU with AVX512-BF16")
 def test_a_cpu_without_bf16_products_finds_nothing_and_has_another_fingerprint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list[tuple[int, str]]()
     for has_dots, precision in ((True, "fast"), (False, "fast"), (True, "exact"), (False, "exact")):
-        monkeypatch.setattr(isa, "has_bf16_dots", lambda has_dots=has_dots: has_dots)
+        monkeypatch.setenv("INFER_ISA", "avx512bf16" if has_dots else "avx512vnni")
         with LLM(folder, prefix_disk="1GB", kv_type="bf16", precision=precision) as llm:
             found.append((llm.generate(PROMPT, GREEDY).disk_tokens, llm.system_fingerprint))
     assert [num_tokens for num_tokens, _ in found] == [0, 0, 0, 192]

@@ -9,7 +9,6 @@ from torch import Tensor
 from infer.compute.backends import reference
 from infer.compute.backends.cpu import isa
 from infer.compute.backends.cpu import operations as cpu
-from infer.compute.backends.cpu.backend import CpuBackend
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
@@ -19,7 +18,7 @@ from layer_caches import attend_in_steps, make_heads, make_layer, threads
 from steps import join
 from unseen_values import Span, check_unseen
 
-if not isa.has_bf16_dots():
+if not isa.instruction_set().has_pairs:
     pytest.skip("hardware: a CPU with AVX512-BF16", allow_module_level=True)
 
 CAPACITY, LENGTH, CHUNK = 640, 601, 256
@@ -110,17 +109,18 @@ def test_a_wrong_position_changes_no_token_that_does_not_see_it(span: Span) -> N
 
 
 def test_other_cpus_heads_and_types_have_the_bits_of_exact_and_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [Attention(num_heads=6, num_kv_heads=2, head_dim=32, rope=None, scale=1.0)]
-    backend = CpuBackend(torch.device("cpu"))
-    assert [backend.dot_class(layers, *each) for each in (("fast", "bf16"), ("fast", "f16"), ("exact", "bf16"))] == [
+    layer = Attention(num_heads=6, num_kv_heads=2, head_dim=32, rope=None, scale=1.0)
+    ways = [("fast", "bf16", layer), ("fast", "f16", layer), ("exact", "bf16", layer)]
+    ways.append(("fast", "bf16", replace(layer, head_dim=40)))
+    assert [isa.stored_form(kv_type, precision, each.head_dim) for precision, kv_type, each in ways] == [
+        isa.BF16_PAIRS,
+        "f16",
         "bf16",
-        "",
-        "",
+        "bf16",
     ]
-    assert backend.dot_class([replace(layers[0], head_dim=40)], "fast", "bf16") == ""
     heads, qkv = make_fast((6, 2, 32))
     monkeypatch.setenv("INFER_ISA", "avx2")
-    assert backend.dot_class(layers, "fast", "bf16") == ""
+    assert isa.stored_form("bf16", "fast", 32) == "bf16"
     fast, exact = (
         attend_in_steps(each, make_row((6, 2, 32)), qkv, [300, 301])
         for each in (heads, replace(heads, precision="exact"))

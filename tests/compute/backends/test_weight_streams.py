@@ -11,7 +11,7 @@ from numba import njit, types
 from infer.compute.backends.cpu import isa as isa_module
 from infer.compute.backends.cpu import weight_streams
 from infer.compute.backends.cpu.isa import INSTRUCTION_SETS, InstructionSet, instruction_set
-from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, PANEL
+from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, PANEL, activation_bytes
 from infer.compute.backends.cpu.matmul.matrix_tiles import make_configure, release
 from infer.compute.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
 from infer.compute.backends.cpu.prefetch import Ahead
@@ -102,7 +102,7 @@ def test_no_bit_depends_on_it(type_: str, planes: int, prefer: Prefer) -> None:
     isa, layout, records, widths = instruction_set(), LAYOUTS[type_], 4, (1, 2, 4, 7, 8, 11, 16)
     form, on_matrices, configure = isa.form(layout, planes), isa.may_use_matrices(layout), make_configure(layout)
     random = np.random.default_rng(0)
-    group_bytes, size = records * layout.record_bytes, layout.activation_bytes(form)
+    group_bytes, size = records * layout.record_bytes, activation_bytes(form)
     num_bytes = 2 * group_bytes + 2 * weight_streams.FAR
     weights = random.integers(0, 60, num_bytes, dtype=np.uint8)  # bytes whose floats are finite
     activations = random.integers(0, 60, 16 * records * size, dtype=np.uint8)

@@ -7,11 +7,13 @@ from typing import Any
 
 from infer.cli.command_options import EstimateOptions, ExplainOptions
 from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report, q8_remark
+from infer.compute.backends.before_load import kernel_kind
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
 from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
 from infer.models.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
 from infer.models.catalog.header_facts import tokens_per_second
+from infer.models.compile_ahead import make_outline
 from infer.models.draft_plan import plan_draft_bytes
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
@@ -218,6 +220,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "weight_bytes": found.weights,
         "experts_memory": load.experts_memory,
         "weight_types": largest_types(architecture, found.types or {}, options.device),
+        "kernels": kernel_kind(options.device, make_outline(architecture, tensors, settings)),
         "cache_bytes": found.cache,
         "workspace_bytes": found.workspace,
         "step_tokens": found.load.step.tokens,
@@ -250,8 +253,9 @@ def _free_on_gpu() -> int | None:
 def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
     rows = counted(report["batch"], "row")
     pool = "" if report["pool_pages"] is None else f" in {report['pool_pages']:,} pages"
+    kernels = "" if report["kernels"] == report["device"] else f" for {report['kernels']}"
     remarks = {
-        "weights": f"as packed ({', '.join(report['weight_types'])}), with the tables of rotation",
+        "weights": f"as packed ({', '.join(report['weight_types'])}){kernels}, with the tables of rotation",
         "cache": f"{rows} of {report['max_seq_len']:,} tokens{pool}, {report['kv_type']}",
         "workspace": f"of a step of {report['step_tokens']:,} tokens",
         "process": "Python, torch and the vocabulary",

@@ -20,7 +20,6 @@ from torch import Tensor
 from infer.compute.operands.architecture import Layer, ModelOutline
 from infer.compute.operands.group import Group
 from infer.compute.operands.limits import HOST_STEP, StepLimits
-from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Chunk, Interrupt, Masks, Step, StepEnd
 from infer.compute.operands.weights import ExpertFrames, Weight
 from infer.compute.sampling.columns import SamplingColumns
@@ -234,14 +233,9 @@ class Backend(ABC):
     def kernels(self) -> Any:
         """A module or an object that has every op under its name in `ops`, and agrees with `backends.reference`."""
 
-    @property
     @abstractmethod
-    def kernel_kind(self) -> str:
-        """Name of the kernels in fingerprints. Equal names give equal bits, if `dot_class` is equal, too."""
-
-    def dot_class(self, layers: Iterable[Attention], precision: str, kv_type: str) -> str:
-        """Return the name of the CPUs whose bits a model has with these settings, or "" if all CPUs have its bits."""
-        return ""
+    def kernel_kind(self, outline: ModelOutline) -> str:
+        """Return the name of a model's kernels in fingerprints. Equal names give equal bits."""
 
     def check_layers(self, layers: Iterable[Layer]) -> None:
         """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""

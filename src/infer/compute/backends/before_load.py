@@ -1,4 +1,4 @@
-"""Facts of a backend before torch is loaded: limits of a step, memory that a model needs, kernels to compile ahead.
+"""Facts of a backend before torch is loaded: limits of a step, memory that a model needs, its kernels.
 
 The last two use a model's headers only.
 """
@@ -16,7 +16,7 @@ from infer.compute.operands.limits import GPU_STEP, HOST_STEP, StepLimits
 _MEMORY_RULES = {"cpu": "infer.compute.backends.cpu.workspace", "cuda": "infer.compute.backends.gpu_memory"}
 _MEMORY_RULES |= {"opencl": "infer.compute.backends.opencl.stored_types"}
 _STEP_LIMITS = {"cuda": GPU_STEP, "auto": GPU_STEP}  # `Backend.step_limits`, if they are not HOST_STEP
-_COMPILERS = {"cpu": "infer.compute.backends.cpu.needed_kernels"}  # each has `begin_compiling(make_outline)`
+_KERNELS = {"cpu": "infer.compute.backends.cpu.needed_kernels"}  # has `begin_compiling` and `kernel_kind`
 
 
 @final
@@ -71,7 +71,12 @@ def memory_rules(device: str = "cpu") -> MemoryRules:
 
 def begin_compiling(device: str, make_outline: Callable[[], ModelOutline]) -> AbstractContextManager[None]:
     """Compile a model's kernels while its load runs in the context, if the device stores kernels and has none yet."""
-    if device not in _COMPILERS:
+    if device not in _KERNELS:
         return nullcontext()
-    begun: AbstractContextManager[None] = import_module(_COMPILERS[device]).begin_compiling(make_outline)
+    begun: AbstractContextManager[None] = import_module(_KERNELS[device]).begin_compiling(make_outline)
     return begun
+
+
+def kernel_kind(device: str, outline: ModelOutline) -> str:
+    """Return the name of a model's kernels, as `Backend.kernel_kind`, or that of the device."""
+    return device if device not in _KERNELS else str(import_module(_KERNELS[device]).kernel_kind(outline))

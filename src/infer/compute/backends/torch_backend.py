@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infer.compute.backends import gpus, host_memory, reference
 from infer.compute.backends.base import Backend
+from infer.compute.operands.architecture import ModelOutline
 
 KV_TYPE_BY_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -19,8 +20,7 @@ class TorchBackend(Backend):
     def kernels(self) -> Any:
         return reference
 
-    @property
-    def kernel_kind(self) -> str:
+    def kernel_kind(self, outline: ModelOutline) -> str:
         return f"torch {self.device.type}"
 
     def description(self) -> str:

@@ -30,6 +30,7 @@ from infer.errors import InvalidRequestError, closed
 from infer.files import Checkpoint
 from infer.files.generation_config import defaults_of
 from infer.model_settings import ModelSettings
+from infer.models.compile_ahead import make_outline
 from infer.models.draft_plan import DraftPlan
 from infer.models.from_checkpoint import load_checked
 from infer.models.load import OnProgress
@@ -85,8 +86,8 @@ class Host:
         if not (self.settings.prefix_disk and runner.shares_prefixes and runner.has_whole_slots):
             return None
         model = self.fingerprint(runner.cache.kind) | {"times": repr(self.facts.modified_ns)}
-        if self._dot_class:
-            model["dots"] = self._dot_class
+        if self.facts.kernels.startswith("cpu "):  # these have bits of their own
+            model["kernels"] = self.facts.kernels
         fingerprint = prefix_fingerprint(model, runner)
         store = open_store(fingerprint, self.settings.prefix_disk)
         if isinstance(store, str):
@@ -163,13 +164,6 @@ class Host:
         }
 
     @cached_property
-    def _dot_class(self) -> str:
-        """Name of the CPUs that give the same bits as this one, or "" if all do."""
-        model, kv_type = self.model, self.settings.cache.kv_type
-        kv_type = model.kv_type if kv_type == "auto" else kv_type
-        return model.backend.dot_class(model.architecture.attention, self.settings.precision, kv_type)
-
-    @cached_property
     def system_fingerprint(self) -> str:
         """Fingerprint of the model, its settings and the kind of its kernels.
 
@@ -177,7 +171,7 @@ class Host:
         `fingerprint` does not name them.
         """
         kind = "" if self.reads_whole_texts else self.runner.cache.kind
-        kernels = f"{self.model.backend.kernel_kind} {self._dot_class}".rstrip()
+        kernels = self.facts.kernels
         named = () if kernels == "cpu" else (kernels,)  # permalinks that were made before kinds had names are of a CPU
         model = self.fingerprint(kind), self.tokenizer.chat_templates, *named
         return f"fp_{_digest(repr((*model, sorted(self.facts.sampling_defaults.items()))))[:16]}"
@@ -210,6 +204,7 @@ def load_host(
         f"{checkpoint.fingerprint()} {settings.weights} {settings.precision} {settings.dtype}",
         defaults,
         heads.of_network(network.architecture),
+        network.backend.kernel_kind(make_outline(network.architecture, checkpoint.tensors, own)),
         tuple(file.modified_ns for file in checkpoint.files),
     )
     return Host(loop, network, settings, facts, ranks, draft)

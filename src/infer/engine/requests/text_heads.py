@@ -138,6 +138,7 @@ class ModelFacts:
     weights: str
     sampling_defaults: SamplingDefaults
     heads: TextHeads
+    kernels: str  # kind of the kernels that compute the network
     modified_ns: tuple[int, ...]  # times of the files, which distinguish weights of the same name for prefixes on disk
 
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.layouts import PLANE_BYTES, WORDS, Layout
+from infer.compute.backends.cpu.layouts import PLANE_BYTES, WORDS, Layout, activation_bytes
 from infer.compute.backends.cpu.simd import I8, I32, I64, Value, constant, load
 
 Dots = list[list[list[Value]]]  # i32 × 16 rows, by group, column and part of the record
@@ -40,7 +40,7 @@ class ActivationRecord:
 
     def at(self, column: int, num_bytes: int) -> Value:
         """Return the address of a byte of a column's record. A negative number counts from its end."""
-        size = self.layout.activation_bytes(self.form)
+        size = activation_bytes(self.form)
         return simd.offset(self.b, self.record, column * size + num_bytes % size)
 
     def four(self, column: int, plane: int, quad: int) -> Value:

@@ -4,8 +4,8 @@
     [block 0: token 0, 1, … 15] [block 1: …] …         [block 0: …] …
 
 So the distance between the records of neighbouring tokens is constant, whatever the number of tokens. `vector_tiles`
-describes a record; for float weights a record is 8 floats. A block's scale is max |x| / 32512 (or / 127). For an
-instruction set that multiplies words, a record has 32 words in place of the two planes, 16 in each.
+describes a record; for float weights a record is 32 floats, or 32 numbers in BF16. A block's scale is max |x| / 32512
+(or / 127). For an instruction set that multiplies words, a record has 32 words in place of the two planes, 16 in each.
 
 `normalize` is for RMSNorm before a product. `sum_norm` is for rows that are stored as floats: LayerNorm, norms of a
 sum, and what a text's tokens add to their embeddings. Its rows are divided among the threads.
@@ -17,7 +17,16 @@ from llvmlite.ir import IRBuilder as Builder
 from numba import njit, types
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, SCALE_AT, UNIT, WORDS, quantized_bytes
+from infer.compute.backends.cpu.layouts import (
+    BLOCK,
+    LANES,
+    PAIRS,
+    PANEL,
+    PLANE_BYTES,
+    SCALE_AT,
+    WORDS,
+    activation_bytes,
+)
 from infer.compute.backends.cpu.simd import (
     F32,
     I16X16,
@@ -29,6 +38,7 @@ from infer.compute.backends.cpu.simd import (
     f32x16,
     i32x16,
     load_f32,
+    load_padded,
     load_scalar_f32,
     load_upto,
     nearest_i32,
@@ -36,6 +46,7 @@ from infer.compute.backends.cpu.simd import (
     splat_f32,
     splat_i32,
     store,
+    store_f32,
     store_i8,
     store_i32,
     store_scalar_f32,
@@ -90,7 +101,7 @@ def record_address(base, token, num_tokens, num_records, record, record_bytes):
     return base + (panel * num_records + record * width + token - panel) * record_bytes
 
 
-quantized_size = njit(forceinline=True)(quantized_bytes)
+record_size = njit(forceinline=True)(activation_bytes)
 
 
 @operation(types.void, address, i32x16)
@@ -105,7 +116,16 @@ def quantize_block(first, second, form, at):
     """Store an activation record at `at`: the integers, scale and sums of 32 values, as `activation_record` draws it.
 
     `first` and `second` are f32 × 16: inputs 0–15 and 16–31. With NaN or infinity among them, the scale is not finite.
+    For float weights the values themselves are stored, or rounded to BF16.
     """
+    if form == 0:
+        store_f32(at, first)
+        store_f32(at + 4 * LANES, second)
+        return
+    if form == PAIRS:
+        simd.store_bf16(at, first)
+        simd.store_bf16(at + 2 * LANES, second)
+        return
     unit = np.float32(32512.0) if form % WORDS == 2 else np.float32(127.0)
     largest = _largest_magnitude(first, second)
     if largest < _SMALLEST:
@@ -129,7 +149,7 @@ def quantize_block(first, second, form, at):
     sum_a, sum_b = _lane(sums, np.int32(0)), _lane(sums, np.int32(_HALF))
     store_scalar_f32(at + SCALE_AT, scale)
     store_scalar_f32(at + SCALE_AT + 4, scale * np.float32(sum_a + sum_b))
-    end = at + quantized_size(form) - 8
+    end = at + record_size(form) - 8
     store_i32(end, -sum_a)
     store_i32(end + 4, -sum_b)
 
@@ -150,39 +170,22 @@ def inverse_rms(x, features, eps):
 
 @njit
 def quantize_row(x, weight, factor, args, token, num_tokens, out):
-    """Store x × factor × weight as a token's records of `args.form`, in panels at `out`.
+    """Store x × factor × weight as a token's records of `args.form`, in panels at `out`; zeros after the last input.
 
-    Reads f32 [features], a multiple of 32, at the address `x` and at `weight`, which is 0 for none.
+    Reads f32 [features] at the address `x` and at `weight`, which is 0 for none.
     """
-    num_records = args.features // BLOCK
-    record_bytes = quantized_size(args.form)
+    num_records = (args.features + BLOCK - 1) // BLOCK
+    record_bytes = record_size(args.form)
     scale, form = splat_f32(factor), args.form
     to = record_address(out, token, num_tokens, num_records, 0, record_bytes)
     step = record_address(out, token, num_tokens, num_records, 1, record_bytes) - to
     for record in range(num_records):
-        at = 4 * BLOCK * record
-        first, second = load_f32(x + at), load_f32(x + at + 64)
+        at, room = 4 * BLOCK * record, args.features - BLOCK * record
+        first, second = load_padded(x + at, room), load_padded(x + at + 64, room - LANES)
         if weight != 0:
-            first = first * scale * load_f32(weight + at)
-            second = second * scale * load_f32(weight + at + 64)
+            first = first * scale * load_padded(weight + at, room)
+            second = second * scale * load_padded(weight + at + 64, room - LANES)
         quantize_block(first, second, form, to + record * step)
-
-
-@njit
-def keep_row(x, weight, factor, args, token, num_tokens, out):
-    """Store x × factor × weight as a token's records of 8 floats, in panels at `out`; zeros after the last input.
-
-    Reads f32 [features] at the address `x` and at `weight`, which is 0 for none.
-    """
-    num_records = (args.features + UNIT - 1) // UNIT
-    for i in range(num_records * UNIT):
-        value = np.float32(0)
-        if i < args.features:
-            value = load_scalar_f32(x + 4 * i)
-            if weight != 0:
-                value = value * factor * load_scalar_f32(weight + 4 * i)
-        to = record_address(out, token, num_tokens, num_records, i // UNIT, 4 * UNIT)
-        store_scalar_f32(to + 4 * (i % UNIT), value)
 
 
 @njit(forceinline=True)
@@ -216,10 +219,7 @@ def normalize(args, state, thread, num_threads):
         x, factor = _token_at(args, state, token), next_factor
         if token + 1 < end:  # its sum is one long chain, which the blocks of this one do not wait for
             next_factor = _factor_of(args, state, token + 1)
-        if args.form == 0:
-            keep_row(x, args.weight, factor, args, token, num_tokens, out)
-        else:
-            quantize_row(x, args.weight, factor, args, token, num_tokens, out)
+        quantize_row(x, args.weight, factor, args, token, num_tokens, out)
 
 
 def add_rows(args, state, thread, num_threads):

@@ -21,12 +21,12 @@ from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.delta_net.commands import check_net
 from infer.compute.backends.cpu.experts.pool_plan import plan_pools
 from infer.compute.backends.cpu.host import kernel_cache, shipped_kernels
-from infer.compute.backends.cpu.needed_kernels import needed_kernels
+from infer.compute.backends.cpu.needed_kernels import kernel_kind, needed_kernels
 from infer.compute.backends.cpu.ranks.memory_group import MemoryGroup
 from infer.compute.backends.cpu.threads import pool
 from infer.compute.backends.torch_backend import TorchBackend
 from infer.compute.operands.architecture import Layer, ModelOutline
-from infer.compute.operands.mixers import Attention, GatedDeltaNet
+from infer.compute.operands.mixers import GatedDeltaNet
 from infer.system import torch_threads
 from infer.system.cores import default_num_threads
 
@@ -37,14 +37,8 @@ class CpuBackend(TorchBackend):
     def kernels(self) -> ModuleType:
         return operations
 
-    @property
-    def kernel_kind(self) -> str:
-        """Return one name for all instruction sets, because all of them compute the same bits."""
-        return "cpu"
-
-    def dot_class(self, layers: Iterable[Attention], precision: str, kv_type: str) -> str:
-        forms = {isa.stored_form(kv_type, precision, layer.head_dim) for layer in layers}
-        return "bf16" if isa.BF16_PAIRS in forms else ""
+    def kernel_kind(self, outline: ModelOutline) -> str:
+        return kernel_kind(outline)
 
     def check_layers(self, layers: Iterable[Layer]) -> None:
         for layer in layers:

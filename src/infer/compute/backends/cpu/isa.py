@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import NamedTuple, final
 
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.compute.backends.cpu.layouts import LANES, PANEL, WORDS, Layout
+from infer.compute.backends.cpu.layouts import LANES, PAIRS, PANEL, WORDS, Layout
 from infer.compute.backends.cpu.weight_streams import most_by_one_stream
 from infer.errors import InvalidRequestError
 
@@ -69,12 +69,13 @@ class InstructionSet:
     floats: tuple[Shape, ...]
     words: tuple[Shape, ...] = ()  # of weights beyond 5 or 6 bits, if their activations lie as words: `arithmetic`
     has_matrices: bool = False  # a matrix unit: `matrix_tiles`
+    has_pairs: bool = False  # an instruction that adds the products of two pairs of BF16
     inputs: int = 4  # of a row that lie side by side, for an instruction that multiplies so many: 4 or 8
 
     def form(self, layout: Layout, planes: int) -> int:
         """Return the form of the activations for these weights: `layouts`."""
         if layout.is_float:
-            return 0
+            return PAIRS if self.has_pairs and layout.type == "BF16" and planes == 1 else 0
         return planes + WORDS if self.words and layout.largest > _LARGEST_AS_BYTES[planes] else planes
 
     def shapes(self, layout: Layout, form: int, groups: int) -> list[Shape]:
@@ -99,7 +100,7 @@ class InstructionSet:
         return _STEP_WEIGHT * layout.unpacking_steps >= widest.columns * max(1, form % WORDS)
 
     def _tiles_of(self, form: int) -> tuple[Shape, ...]:
-        return self.words if form > WORDS else (self.floats, self.fast, self.exact)[form]
+        return self.words if form > WORDS else (self.floats, self.fast, self.exact, self.floats)[form]
 
     def may_use_matrices(self, layout: Layout) -> bool:
         return self.has_matrices and not layout.is_float
@@ -119,6 +120,7 @@ _VNNI512 = _AVX512 | {"avx512vnni"}
 # Best first: name, needs, arithmetic; tiles of exact, fast, floats and words.
 INSTRUCTION_SETS = (
     InstructionSet("amx", _VNNI512 | {"amx-int8"}, "Vnni512", _MANY, _FEW, _SIX, has_matrices=True),
+    InstructionSet("avx512bf16", _VNNI512 | {"avx512bf16"}, "Vnni512", _MANY, _FEW, _SIX, has_pairs=True),
     InstructionSet("avx512vnni", _VNNI512, "Vnni512", _MANY, _FEW, _SIX),
     InstructionSet("avx512", _AVX512, "Avx512", _FEW, _FEW, _SIX, _FEW),
     InstructionSet("avxvnni", frozenset({"avxvnni"}), "Vnni256", _TWO, _THREE, _FLOATS),
@@ -161,17 +163,12 @@ def usable_instruction_sets() -> list[InstructionSet]:
     return [isa for isa in usable if not isa.has_matrices or _has_permission()]
 
 
-def has_bf16_dots() -> bool:
-    """Return True if this machine and its instruction set multiply pairs of bf16: AVX512-BF16."""
-    return "avx512bf16" in target_features() and instruction_set().needs >= _AVX512
-
-
 def stored_form(kv_type: str, precision: str, head_dim: int) -> str:
     """Return the form in which attention reads keys and values: their kv type, or `BF16_PAIRS`.
 
     Dot products of pairs round queries and weights to bf16, so only `fast` has them, for heads of whole vectors.
     """
-    is_paired = kv_type == "bf16" and precision == "fast" and head_dim % LANES == 0 and has_bf16_dots()
+    is_paired = kv_type == "bf16" and precision == "fast" and head_dim % LANES == 0 and instruction_set().has_pairs
     return BF16_PAIRS if is_paired else kv_type
 
 

@@ -39,9 +39,10 @@ of their pattern's number (IQ2_XS).
 Every number keeps the value that the file gives it. An integer q is stored as q + offset ≥ 0, or as its code in the
 type's table. Patterns of IQ2_S and IQ3_S are stored code by code. If rows have a scale, the group ends with f32 × 16
 rows, and a row's sum is multiplied by it. A group of a float type is `[in_features, 16 rows]`, inputs padded by zeros
-to a multiple of 8. Records of E4M3 numbers, which have 8 inputs, follow a scale for each 128 inputs:
+to a multiple of 32. In BF16 two inputs of a row lie side by side, for instructions that multiply pairs:
+`[in_features / 2, 16 rows, 2]`. Records of E4M3 numbers follow a scale for each 128 inputs:
 
-    [f32 × 16 rows] 16 × { u8 × 8 inputs × 16 rows }
+    [f32 × 16 rows] 4 × { u8 × 32 inputs × 16 rows }
 """
 
 from dataclasses import dataclass, replace
@@ -62,19 +63,28 @@ from infer.compute.quantization.ggml_types import (
 LANES = 16  # rows of a group, and 32-bit elements of a vector
 PANEL = 16  # tokens whose activations lie together
 SPARE_TOKENS = 3  # that a tile may read after them
-BLOCK = 32  # inputs of a record of a block type, and of a block of quantised activations
+BLOCK = 32  # inputs of a record, and of a block of activations
 PLANE_BYTES = BLOCK + 8  # from one int8 plane of an activation record to the next
 SCALE_AT = BLOCK  # where in an activation record its scale stands, and s ΣA after it
 PLANES = {"exact": 2, "fast": 1}  # int8 planes of quantised activations, by their precision
 WORDS = 4  # the form of activations is this + the planes where they lie as 16-bit words, else planes; of floats 0
-UNIT = 8  # inputs of a record of a float type
+PAIRS = 3  # the form of activations in BF16
 QUADS_BYTES = 8 * 64  # of a record of a block type, once each value is a byte
 TRITS_BYTES = 64 + 48  # of a record's trits
 
 
-def quantized_bytes(form: int) -> int:
-    """Return the size of a record of quantised activations: one plane of bytes, or two, or words."""
+def activation_bytes(form: int) -> int:
+    """Return the size of a record of activations: floats, one plane of bytes, or two, BF16 or words."""
+    if form == 0:
+        return 4 * BLOCK
+    if form == PAIRS:
+        return 2 * BLOCK
     return BLOCK + 16 if form == 1 else 2 * BLOCK + 16
+
+
+def number_at(i: int, lane: int, neighbours: int, num_bytes: int) -> int:
+    """Return the offset of input i of a row in a group of a float type, whose numbers have `num_bytes` bytes."""
+    return ((i // neighbours * LANES + lane) * neighbours + i % neighbours) * num_bytes
 
 
 @final
@@ -95,10 +105,7 @@ class Layout:
     has_trits: bool = False  # codes are 0, 1 or 2
     nibbles: Literal["", "scales", "deltas", "numbers"] = ""  # contents of a super-block's 4 bits per record and row
     is_float: bool = False
-
-    @property
-    def inputs(self) -> int:
-        return UNIT if self.is_float else BLOCK
+    neighbours: int = 1  # inputs of a row that lie side by side, of a float type
 
     @property
     def per_block(self) -> int:
@@ -119,7 +126,7 @@ class Layout:
         """Offset of the high bits in a record."""
         if self.has_trits:
             return TRITS_BYTES
-        return LANES * BLOCK // self.pattern_width if self.grid else self.inputs * LANES * self.low_bits // 8
+        return LANES * BLOCK // self.pattern_width if self.grid else BLOCK * LANES * self.low_bits // 8
 
     @property
     def pattern_width(self) -> int:
@@ -162,10 +169,6 @@ class Layout:
     def super_bytes(self) -> int:
         return self.super_header + self.records_per_super * self.record_bytes
 
-    def activation_bytes(self, form: int) -> int:
-        """Return the size of the activation record that matches a weight record."""
-        return 4 * UNIT if self.is_float else quantized_bytes(form)
-
     @property
     def parts(self) -> int:
         """Number of parts of a record with a scale each."""
@@ -201,15 +204,15 @@ class Layout:
     def unpacked_bytes(self) -> int:
         """Size of a record as `unpacking` writes it."""
         if self.is_float:
-            return 4 * UNIT * LANES
+            return 4 * BLOCK * LANES
         return QUADS_BYTES + 4 * LANES * (self.parts + self.minima)
 
     def num_records(self, in_features: int) -> int:
-        return -(-in_features // self.inputs)
+        return -(-in_features // BLOCK)
 
     def token_bytes(self, form: int, in_features: int) -> int:
         """Return the bytes of a token's activations."""
-        return self.num_records(in_features) * self.activation_bytes(form)
+        return self.num_records(in_features) * activation_bytes(form)
 
     @property
     def row_scale_bytes(self) -> int:
@@ -266,7 +269,7 @@ LAYOUTS = {
         Layout("IQ3_S", low_bits=4, offset=16, codes=IQ3_S_VALUES, records_per_super=8),
         Layout("F32", low_bits=32, is_float=True),
         Layout("F16", low_bits=16, is_float=True),
-        Layout("BF16", low_bits=16, is_float=True),
-        Layout("F8_E4M3", low_bits=8, records_per_super=16, is_float=True),
+        Layout("BF16", low_bits=16, is_float=True, neighbours=2),
+        Layout("F8_E4M3", low_bits=8, records_per_super=4, is_float=True),
     )
 }

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from infer.compute.backends.cpu.compile import addresses
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.host import kernel_cache
-from infer.compute.backends.cpu.isa import InstructionSet, instruction_set, stored_form
-from infer.compute.backends.cpu.layouts import PLANES
+from infer.compute.backends.cpu.isa import BF16_PAIRS, InstructionSet, instruction_set, stored_form
+from infer.compute.backends.cpu.layouts import LAYOUTS, PAIRS, PLANES
 from infer.compute.backends.cpu.workspace import add_apart, are_paired, has_odd_bias
 from infer.compute.operands.architecture import Architecture, Layer, ModelOutline
 from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Dense, Experts
@@ -28,6 +28,18 @@ def begin_compiling(make_outline: Callable[[], ModelOutline]) -> AbstractContext
     if not kernel_cache.is_empty():
         return nullcontext()
     return addresses.compiling_ahead(needed_kernels(make_outline(), instruction_set()))
+
+
+def kernel_kind(model: ModelOutline) -> str:
+    """Return the name of a model's kernels in fingerprints.
+
+    All instruction sets compute the same bits, so it names none of them, unless one multiplies BF16 by BF16.
+    """
+    isa = instruction_set()
+    products = [kernel.variant[:2] for kernel in needed_kernels(model, isa) if kernel.record.endswith("MATMUL")]
+    forms = {stored_form(model.kv_type, model.precision, layer.head_dim) for layer in model.architecture.attention}
+    has_pairs = any(isa.form(LAYOUTS[str(type_)], int(planes)) == PAIRS for type_, planes in products)
+    return f"cpu {isa.name}" if has_pairs or BF16_PAIRS in forms else "cpu"
 
 
 def needed_kernels(model: ModelOutline, isa: InstructionSet) -> Iterator[Kernel]:

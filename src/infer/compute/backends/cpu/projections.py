@@ -88,7 +88,7 @@ def activations_of(
     A tile may read SPARE_TOKENS beyond the last token.
     """
     form, token_bytes = weight.form, weight.token_bytes
-    if norm is None and isinstance(x.twin, Offer) and not weight.layout.is_float:
+    if norm is None and isinstance(x.twin, Offer):
         address = x.twin.redeem(form, (run.capacity + SPARE_TOKENS) * token_bytes)
         if address is not None:
             return {"activations": address, "private_bytes": 0}

@@ -176,10 +176,25 @@ def store_upto(where, count, x):
         _store_first(where, count, x)
 
 
+@njit(forceinline=True)
+def load_padded(where, count):
+    """Return the first `count` floats, and 0 in the lanes beyond."""
+    return load_f32(where) if count >= LANES else _load_first_or_zero(where, count)
+
+
 @operation(f32x16, address, types.int64)
 @operation(f32x16, floats, types.int64)
 def _load_first(b: Builder, where: Value, count: Value) -> Value:
-    operands = pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count), constant(F32X16, float("-inf"))
+    return _masked_load(b, where, count, float("-inf"))
+
+
+@operation(f32x16, address, types.int64)
+def _load_first_or_zero(b: Builder, where: Value, count: Value) -> Value:
+    return _masked_load(b, where, count, 0.0)
+
+
+def _masked_load(b: Builder, where: Value, count: Value, beyond: float) -> Value:
+    operands = pointer(b, where, F32X16), constant(I32, 4), first_lanes(b, count), constant(F32X16, beyond)
     return call(b, "masked.load.v16f32.p0", F32X16, *operands)
 
 
@@ -260,7 +275,17 @@ def narrow_f16(b: Builder, x: Value) -> Value:
 @operation(types.uint16, types.float32)
 def narrow_bf16(b: Builder, x: Value) -> Value:
     """Return x rounded to nearest, ties to even. Beyond the largest number it is the largest. A NaN stays NaN."""
-    wide_int, x = _as_many(x, I32), _saturated(b, x, (2 - 2.0**-7) * 2.0**127)
+    return _round_bf16(b, _saturated(b, x, (2 - 2.0**-7) * 2.0**127))
+
+
+@operation(types.void, address, f32x16)
+def store_bf16(b: Builder, where: Value, x: Value) -> None:
+    """Store x rounded to nearest, ties to even. Beyond the largest number it is infinite. A NaN stays NaN."""
+    store(b, where, _round_bf16(b, x), 2)
+
+
+def _round_bf16(b: Builder, x: Value) -> Value:
+    wide_int = _as_many(x, I32)
     whole = b.bitcast(x, wide_int)
     odd = b.and_(b.lshr(whole, constant(wide_int, 16)), constant(wide_int, 1))
     rounded = b.lshr(b.add(whole, b.add(odd, constant(wide_int, 0x7FFF))), constant(wide_int, 16))

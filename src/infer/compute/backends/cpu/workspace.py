@@ -249,7 +249,7 @@ class _Step:
         quantised.
         """
         tokens = tokens or self.sizes.tokens
-        if made_by is not None and inputs % BLOCK == 0 and not LAYOUTS[types[0]].is_float:
+        if made_by is not None and inputs % BLOCK == 0:
             self.add(f"quantized {made_by}", (tokens + SPARE_TOKENS) * self._token_bytes(types[0], inputs))
         else:
             self.activations(types, inputs, tokens)

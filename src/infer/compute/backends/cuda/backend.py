@@ -12,7 +12,7 @@ from infer.compute.backends.base import Captured, Forward
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import CudaGraphs, Repeats
 from infer.compute.backends.torch_backend import KV_TYPE_BY_DTYPE, TorchBackend
-from infer.compute.operands.architecture import Layer, check_unusual_parts
+from infer.compute.operands.architecture import Layer, ModelOutline, check_unusual_parts
 from infer.compute.operands.limits import GPU_STEP, StepLimits
 
 _COMPUTED_PARTS = frozenset(  # of `unusual_parts`
@@ -44,8 +44,7 @@ class CudaBackend(TorchBackend):
     def kernels(self) -> ModuleType:
         return cuda
 
-    @property
-    def kernel_kind(self) -> str:
+    def kernel_kind(self, outline: ModelOutline) -> str:
         return "cuda"
 
     @property

@@ -15,7 +15,7 @@ from infer.compute.backends.opencl.operations import Operations
 from infer.compute.backends.opencl.runtime import Runtime
 from infer.compute.backends.opencl.stored_types import check_kv_type
 from infer.compute.backends.torch_backend import TorchBackend
-from infer.compute.operands.architecture import Layer, check_unusual_parts
+from infer.compute.operands.architecture import Layer, ModelOutline, check_unusual_parts
 from infer.compute.operands.weights import Norm, Projection, StoredWeight
 from infer.errors import InvalidRequestError
 from infer.system import torch_threads
@@ -40,8 +40,7 @@ class OpenCLBackend(TorchBackend):
     def kernels(self) -> Operations:
         return self._operations
 
-    @property
-    def kernel_kind(self) -> str:
+    def kernel_kind(self, outline: ModelOutline) -> str:
         """Return a name of its own: tests compare the bits with the CPU's on two runtimes, not on every device."""
         return "opencl"
 

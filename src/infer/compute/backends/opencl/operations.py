@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infer.compute.backends import reference
 from infer.compute.backends.cpu.isa import instruction_set
+from infer.compute.backends.cpu.layouts import activation_bytes
 from infer.compute.backends.cpu.sampling import launch
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.backends.cpu.weights.prepare_weights import Precision
@@ -57,7 +58,7 @@ def project(
         form = 0 if weight.layout.is_float else weight.planes  # of activations: their int8 planes, or 0 for floats
         rows, records = weight.out_features, weight.layout.num_records(weight.in_features)
         if form not in sources:
-            size = records * weight.layout.activation_bytes(form) // 4
+            size = records * activation_bytes(form) // 4
             sources[form] = run.tensor(f"activations {axis}", run.most[axis], size, dtype=torch.int32)
             eps = 0.0 if norm is None else norm.eps
             arguments = [x, vector(run, norm), sources[form], logit_indices, weight.in_features, eps, form]

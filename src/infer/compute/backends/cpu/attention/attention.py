@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from numba import njit
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.activations import quantize_block, quantized_size, record_address
+from infer.compute.backends.cpu.activations import quantize_block, record_address, record_size
 from infer.compute.backends.cpu.attention.cache_slots import chunks_seen, last_seen, slot_of
 from infer.compute.backends.cpu.attention.chunk_products import make_widen_chunk
 from infer.compute.backends.cpu.attention.partials import Columns, clear, divide, make_chunk_partials, merge, parts_for
@@ -290,7 +290,7 @@ def _quantize_heads(args, tokens, token, head, count):
     """Quantise `count` outputs of a token's heads, from `head` on, to activation records."""
     if args.quantized == 0:
         return
-    num_records, record_bytes = args.out_heads * args.dim // BLOCK, quantized_size(args.form)
+    num_records, record_bytes = args.out_heads * args.dim // BLOCK, record_size(args.form)
     first = (args.first_head + head) * args.dim // BLOCK
     for record in range(first, first + count * args.dim // BLOCK):
         at = args.out + 4 * (token * args.out_heads * args.dim + BLOCK * record)

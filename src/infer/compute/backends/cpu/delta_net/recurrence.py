@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.activations import inverse_rms, quantize_block, quantized_size, record_address
+from infer.compute.backends.cpu.activations import inverse_rms, quantize_block, record_address, record_size
 from infer.compute.backends.cpu.attention import registers
 from infer.compute.backends.cpu.delta_net.inputs import (
     PageTokens,
@@ -338,7 +338,7 @@ def _store_result(args, state, tokens, value_head, sums):
         for i in range(0, 4 * dim, 4 * LANES):
             store_f32(out + i, load_f32(o + i) * factor * load_f32(args.norm + i) * silu(load_f32(z + i)))
         if args.quantized != 0:  # only if a head is whole blocks
-            num_records, record_bytes = features // BLOCK, quantized_size(args.form)
+            num_records, record_bytes = features // BLOCK, record_size(args.form)
             for i in range(dim // BLOCK):
                 record = value_head * dim // BLOCK + i
                 to = record_address(args.quantized, token, state.num_tokens, num_records, record, record_bytes)

@@ -116,7 +116,7 @@ def gate_and_up(run: Run, inputs: Mapping[int, Tensor], experts: ExpertWeights, 
     bias, second_bias = experts.gate.bias, experts.up.bias
     if is_paired:
         epilogue = _epilogue(hidden, (first, first + features), bias, second_bias)
-        if is_in_blocks(width, shares) and not down.layout.is_float:
+        if is_in_blocks(width, shares):
             quantized = _make_quantized(run, epilogue, down, num_slots, shares)
         function = compiled_address(".matmul.matmul:make_gate", EPILOGUE, experts.activation)
         activations = inputs[gate.form]

@@ -30,10 +30,10 @@ import numpy as np
 from numba import njit
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.activations import inverse_rms, keep_row, quantize_row
+from infer.compute.backends.cpu.activations import inverse_rms, quantize_row
 from infer.compute.backends.cpu.experts.pool_plan import MOST_HALVINGS
 from infer.compute.backends.cpu.isa import BY_NAME
-from infer.compute.backends.cpu.layouts import LANES, LAYOUTS
+from infer.compute.backends.cpu.layouts import LANES, LAYOUTS, activation_bytes
 from infer.compute.backends.cpu.math_functions import exp, exp_scalar, sigmoid
 from infer.compute.backends.cpu.matmul.matmul import fewest_on_matrices, make_unit, stack_sizes
 from infer.compute.backends.cpu.matmul.matrix_tiles import make_configure, release
@@ -211,10 +211,7 @@ def inputs(args, state, thread, num_threads):
                 factor = inverse_rms(x, args.features, args.eps)
                 if simd.address_of(args.weights) != 0:
                     factor *= args.weights[slot]
-            if args.form == 0:
-                keep_row(x, args.weight, factor, args, slot - start, count, out)
-            else:
-                quantize_row(x, args.weight, factor, args, slot - start, count, out)
+            quantize_row(x, args.weight, factor, args, slot - start, count, out)
 
 
 def _make_expert(type_: str, planes: int, isa: str) -> Any:
@@ -227,7 +224,7 @@ def _make_expert(type_: str, planes: int, isa: str) -> Any:
     layout, instructions = LAYOUTS[type_], BY_NAME[isa]
     form, has_matrices = instructions.form(layout, planes), instructions.may_use_matrices(layout)
     multiply_unit, configure = make_unit(layout, form, instructions), make_configure(layout)
-    record_bytes, fewest = layout.activation_bytes(form), fewest_on_matrices(layout, form, instructions)
+    record_bytes, fewest = activation_bytes(form), fewest_on_matrices(layout, form, instructions)
 
     @njit(inline="always")
     def multiply(args, state, thread, unit, expert, buffers, scratch):

@@ -8,6 +8,7 @@ A row of Q4_K × a token's activations, file by file in `backends/cpu`:
     matmul/matmul                      a thread takes units of rows, and multiplies each with every panel
     matmul/panels, isa                 a panel is cut into tiles of the instruction set's shapes
     matmul/vector_tiles                a tile, which it draws: the loop over records, and its sums
+    matmul/pair_tiles                  a tile of BF16 weights × BF16 activations
     weights/unpacking, low_codes       a packed record → 8 vectors of 4 inputs × 16 rows, with scales and minima
     arithmetic, activation_record      the exact sum of integer products, by each instruction set
     prefetch, weight_streams           what is read ahead

@@ -14,9 +14,9 @@ import numpy as np
 from numba import njit
 
 from infer.compute.backends.cpu import simd
-from infer.compute.backends.cpu.activations import quantize_block, quantized_size, record_address
+from infer.compute.backends.cpu.activations import quantize_block, record_address, record_size
 from infer.compute.backends.cpu.isa import BY_NAME, InstructionSet
-from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout
+from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, PANEL, Layout, activation_bytes
 from infer.compute.backends.cpu.math_functions import GATED, sigmoid, softcapped, xielu
 from infer.compute.backends.cpu.matmul.matrix_tiles import SCRATCH_BYTES, make_configure, make_matrix_tile, release
 from infer.compute.backends.cpu.matmul.panels import TILE_BYTES, make_multiply_panel
@@ -145,7 +145,7 @@ def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
     For an expert, `shift` is where its weights begin, in bytes, `first_slot` its first row of what the epilogue writes,
     and `first_bias` its first bias. Otherwise they are 0. `buffers` and `scratch` have the sizes of `stack_sizes`.
     """
-    record_bytes, has_matrices = layout.activation_bytes(form), isa.may_use_matrices(layout)
+    record_bytes, has_matrices = activation_bytes(form), isa.may_use_matrices(layout)
     compute, finish = _make_panel(layout, form, isa), _make_finish(layout)
     has_strips = isa.unpacks_strips(layout, form)
     batch = PANEL * (PANELS if has_strips else 1)
@@ -313,7 +313,7 @@ def make_gate(activation: str) -> Callable[..., None]:
                     store_upto(out, args.num_columns - row, value)
             if args.quantized != 0:
                 record, num_records = (args.first_column + first_row) // BLOCK, args.row_stride // BLOCK
-                size = quantized_size(args.form)
+                size = record_size(args.form)
                 own = args.quantized + first_slot * num_records * size
                 to = record_address(own, panel + token, num_tokens, num_records, record, size)
                 first, second = load_f32(_tile_row(buffer, 0, token)), load_f32(_tile_row(buffer, 1, token))

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activation_record import ActivationRecord
 from infer.compute.backends.cpu.isa import InstructionSet
-from infer.compute.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout
+from infer.compute.backends.cpu.layouts import BLOCK, LANES, PANEL, PLANE_BYTES, QUADS_BYTES, Layout, activation_bytes
 from infer.compute.backends.cpu.matmul.vector_tiles import add_record
 from infer.compute.backends.cpu.prefetch import Ahead
 from infer.compute.backends.cpu.simd import F32X16, I8, I32X16, I64, Value, address, constant, load, operation, store
@@ -107,7 +107,7 @@ class MatrixTile:
         self.activations, self.stride, out, out_stride, scratch = operands[GROUPS:]
         self.scratch, self.ring = scratch, simd.offset(b, scratch, _PLACES * _PLACE_BYTES)
         self.out = [out, b.add(out, out_stride)]
-        self.record_bytes = layout.activation_bytes(planes)
+        self.record_bytes = activation_bytes(planes)
         # No multiple of 4096: a load seems to wait for a store that agrees with it in the last 12 bits.
         self.place_bytes = _PLACE_BYTES - (_SUMS_BYTES if tokens == _ROWS else 0)
         self.num_registers = tokens * planes // _ROWS  # of activations

@@ -8,8 +8,9 @@ from numba.core import cgutils
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.isa import InstructionSet, Shape
-from infer.compute.backends.cpu.layouts import LANES, PANEL, Layout
+from infer.compute.backends.cpu.layouts import LANES, PAIRS, PANEL, Layout, activation_bytes
 from infer.compute.backends.cpu.matmul.matrix_tiles import MatrixTile
+from infer.compute.backends.cpu.matmul.pair_tiles import emit_pair_tile
 from infer.compute.backends.cpu.matmul.vector_tiles import Operands, emit_block_tile, emit_float_tile
 from infer.compute.backends.cpu.simd import I64, Value, address, constant, operation
 
@@ -33,7 +34,7 @@ def make_multiply_panel(layout: Layout, form: int, isa: InstructionSet, num_grou
         b: Builder, first: Value, second: Value, activations: Value, width: Value, num_records: Value, out: Value,
         scratch: Value,
     ) -> None:  # fmt: skip
-        record_bytes, group_bytes = constant(I64, layout.activation_bytes(form)), b.sub(second, first)
+        record_bytes, group_bytes = constant(I64, activation_bytes(form)), b.sub(second, first)
         done = constant(I64, 0)
         for shape in shapes:
             columns, left = constant(I64, shape.columns), b.sub(width, done)
@@ -63,7 +64,9 @@ def emit_tile(
         all_operands = [*weights, activations, stride, out, constant(I64, TILE_BYTES), scratch]
         MatrixTile(b, layout, form, isa, shape.columns, all_operands, is_unpacked=False).emit(num_records)
         return
-    if layout.is_float:
+    if form == PAIRS:
+        sums = emit_pair_tile(b, layout, shape.columns, operands)
+    elif layout.is_float:
         sums = emit_float_tile(b, layout, shape.columns, operands)
     else:
         sums = emit_block_tile(b, layout, form, isa, shape.columns, operands)

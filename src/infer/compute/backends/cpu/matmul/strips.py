@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.isa import InstructionSet, Shape
-from infer.compute.backends.cpu.layouts import PANEL, Layout
+from infer.compute.backends.cpu.layouts import PANEL, Layout, activation_bytes
 from infer.compute.backends.cpu.matmul.panels import COLUMN_BYTES, TILE_BYTES, place_of, store_sums
 from infer.compute.backends.cpu.matmul.vector_tiles import Chain, Operands, emit_unpacked_tile, num_chains, total_of
 from infer.compute.backends.cpu.simd import F32X16, I64, Value, address, constant, load, operation
@@ -21,12 +21,16 @@ from infer.compute.backends.cpu.weights.unpacking import make_unpack
 
 PANELS = 8  # that are multiplied with a strip
 _GROUPS = 2
-_RECORDS = 16  # of a strip
 _CHAIN_BYTES = _GROUPS * TILE_BYTES  # of a panel's chain of sums
 
 
+def _num_records(layout: Layout) -> int:
+    """Return the number of records of a strip."""
+    return 4 if layout.is_float else 16
+
+
 def _strip_bytes(layout: Layout) -> int:
-    return _GROUPS * _RECORDS * layout.unpacked_bytes
+    return _GROUPS * _num_records(layout) * layout.unpacked_bytes
 
 
 def scratch_bytes(layout: Layout) -> int:
@@ -41,13 +45,13 @@ def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_b
     16 rows] at `out`, with `panel_bytes` from panel to panel. `scratch` has `scratch_bytes`, aligned to 64.
     """
     unpack, multiply_panel = make_unpack(layout, isa, keeps_offset=True), _make_multiply_panel(layout, form, isa)
-    record_bytes, group_bytes = PANEL * layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes
-    chain = _strip_bytes(layout)
+    record_bytes, group_bytes = PANEL * activation_bytes(form), _num_records(layout) * layout.unpacked_bytes
+    chain, strip_records = _strip_bytes(layout), _num_records(layout)
 
     @njit(inline="always")
     def multiply(first, second, activations, num_records, num_panels, out, scratch):
-        for start in range(0, num_records, _RECORDS):
-            count = min(_RECORDS, num_records - start)
+        for start in range(0, num_records, strip_records):
+            count = min(strip_records, num_records - start)
             unpack(first, start, count, scratch)
             unpack(second, start, count, scratch + group_bytes)
             is_first, is_last = start == 0, start + count == num_records
@@ -61,7 +65,7 @@ def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_b
 
 def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for a full panel."""
-    record_bytes, group_bytes = layout.activation_bytes(form), _RECORDS * layout.unpacked_bytes
+    record_bytes, group_bytes = activation_bytes(form), _num_records(layout) * layout.unpacked_bytes
     shapes = list(_cover(shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL))
 
     @operation(types.void, *(address,) * 5, types.boolean, types.boolean)

@@ -33,13 +33,15 @@ from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.activation_record import ActivationRecord, Dots
 from infer.compute.backends.cpu.arithmetic import arithmetic_of
 from infer.compute.backends.cpu.isa import InstructionSet
-from infer.compute.backends.cpu.layouts import LAYOUTS, SCALE_AT, UNIT, Layout
+from infer.compute.backends.cpu.layouts import BLOCK, LAYOUTS, SCALE_AT, Layout
 from infer.compute.backends.cpu.prefetch import Ahead, prefetch
 from infer.compute.backends.cpu.simd import F32, F32X16, I32, I64, Value, constant, load
 from infer.compute.backends.cpu.weight_streams import FAR, bytes_ahead
 from infer.compute.backends.cpu.weights.unpacking import PackedRecords, UnpackedRecords, float_scale, floats_of
 
 Chain = list[list[Value]]  # a variable for the sum of each group and column
+_PARTS = 4  # of a record of floats, in a loop: more code at once is no faster
+_INPUTS = BLOCK // _PARTS
 
 
 def num_chains(layout: Layout) -> int:
@@ -63,7 +65,7 @@ class Operands(NamedTuple):
     num_records: Value
 
 
-def _zeros(b: Builder, columns: int, operands: Operands) -> Chain:
+def zeros(b: Builder, columns: int, operands: Operands) -> Chain:
     zero = constant(F32X16, 0.0)
     return [[cgutils.alloca_once_value(b, zero) for _ in range(columns)] for _ in operands.weights]
 
@@ -78,7 +80,7 @@ def emit_block_tile(
     """
     weights, activations, stride, num_records = operands
     records, arithmetic, per_super = PackedRecords(b, layout, isa), arithmetic_of(isa), layout.records_per_super
-    sums, ahead = _zeros(b, columns, operands), Ahead(b, weights, bytes_ahead(len(weights), columns))
+    sums, ahead = zeros(b, columns, operands), Ahead(b, weights, bytes_ahead(len(weights), columns))
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases = [b.add(where, past) for where in weights]
@@ -162,7 +164,7 @@ def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands
     Even and odd inputs form one chain each, added at the end. A number with a scale is multiplied by it before it is
     multiplied with activations, so the sums are those of a matrix of such products in F32.
     """
-    sums = [_zeros(b, columns, operands) for _ in range(num_chains(layout))]
+    sums = [zeros(b, columns, operands) for _ in range(num_chains(layout))]
     _emit_float_records(b, layout, operands, sums)
     return total_of(b, sums)
 
@@ -178,33 +180,38 @@ def total_of(b: Builder, sums: list[Chain]) -> list[list[Value]]:
 def _emit_float_records(b: Builder, layout: Layout, operands: Operands, sums: list[Chain]) -> None:
     """Emit the loop over a tile's records, which continues the chains of even and of odd inputs."""
     weights, activations, stride, num_records = operands
-    per_super = layout.records_per_super
+    per_super, part_bytes = layout.records_per_super, layout.record_bytes // _PARTS
 
-    def add_inputs(places: list[Value], index: Value, scales: list[Value]) -> None:
-        inputs = b.add(activations, b.mul(index, stride))
-        numbers = zip(*[floats_of(b, layout, place) for place in places], strict=True)
+    def add_inputs(places: list[Value], inputs: Value, scales: list[Value]) -> None:
+        numbers = zip(*[floats_of(b, layout, place, _INPUTS) for place in places], strict=True)
         for i, values in enumerate(numbers):
             scaled = [b.fmul(*pair) for pair in zip(values, scales, strict=True)] if scales else values
             chain = sums[i % len(sums)]
             for column in range(len(chain[0])):
-                x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (UNIT * column + i)), F32, 4))
+                x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (BLOCK * column + i)), F32, 4))
                 for weight, of_group in zip(scaled, chain, strict=True):
                     b.store(simd.fma(b, weight, x, b.load(of_group[column])), of_group[column])
 
+    def inputs_of(first: Value, part: Value) -> Value:
+        """Return the address of the inputs of a part of the records from `first` on."""
+        record = b.add(first, b.lshr(part, constant(I64, _PARTS.bit_length() - 1)))
+        within = b.and_(part, constant(I64, _PARTS - 1))
+        return b.add(b.add(activations, b.mul(record, stride)), simd.multiply(b, within, 4 * _INPUTS))
+
     if per_super == 1:
-        with cgutils.for_range(b, num_records) as loop:
-            past = b.mul(loop.index, constant(I64, layout.record_bytes))
-            add_inputs([b.add(where, past) for where in weights], loop.index, [])
+        with cgutils.for_range(b, simd.multiply(b, num_records, _PARTS)) as part:
+            past = simd.multiply(b, part.index, part_bytes)
+            add_inputs([b.add(where, past) for where in weights], inputs_of(constant(I64, 0), part.index), [])
         return
     ahead = Ahead(b, weights, FAR)
     with cgutils.for_range(b, b.sdiv(num_records, constant(I64, per_super))) as outer:
         past = b.mul(outer.index, constant(I64, layout.super_bytes))
         bases, first = [b.add(where, past) for where in weights], b.mul(outer.index, constant(I64, per_super))
         scales = [float_scale(b, base) for base in bases]
-        with cgutils.for_range(b, constant(I64, per_super)) as inner:
-            within = simd.offset(b, b.mul(inner.index, constant(I64, layout.record_bytes)), layout.super_header)
+        with cgutils.for_range(b, constant(I64, per_super * _PARTS)) as part:
+            within = simd.offset(b, simd.multiply(b, part.index, part_bytes), layout.super_header)
             places = [b.add(base, within) for base in bases]
             distance = ahead.of(places[0])
             for place in places:
-                prefetch(b, b.add(place, distance), layout.record_bytes)
-            add_inputs(places, b.add(first, inner.index), scales)
+                prefetch(b, b.add(place, distance), part_bytes)
+            add_inputs(places, inputs_of(first, part.index), scales)

@@ -17,7 +17,7 @@ from numba import njit, types
 
 from infer.compute.backends.cpu.activations import inverse_rms
 from infer.compute.backends.cpu.isa import BY_NAME
-from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout
+from infer.compute.backends.cpu.layouts import BLOCK, LANES, LAYOUTS, QUADS_BYTES, Layout, number_at
 from infer.compute.backends.cpu.simd import (
     E4M3_BY_HALF,
     I8,
@@ -40,6 +40,8 @@ from infer.compute.backends.cpu.threads.atomics import call_system
 from infer.compute.backends.cpu.weights.pack_kernels import make_pack_block
 from infer.compute.backends.cpu.weights.unpacking import make_unpack
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
+
+place = njit(forceinline=True)(number_at)
 
 
 @njit(forceinline=True)
@@ -122,20 +124,20 @@ def make_read_float(layout: Layout) -> Any:
 
 
 def _make_embed_floats(layout: Layout) -> Callable[..., None]:
-    width, read = layout.low_bits // 8, make_read_float(layout)
+    width, neighbours, read = layout.low_bits // 8, layout.neighbours, make_read_float(layout)
 
     def embed(args, state, thread, num_threads):
         for token in range(thread, state.num_tokens, num_threads):
             group, lane, out = _row_of(args, state, token)
             for i in range(args.in_features):
-                store_scalar_f32(out + 4 * i, read(group + (i * LANES + lane) * width) * args.scale)
+                store_scalar_f32(out + 4 * i, read(group + place(i, lane, neighbours, width)) * args.scale)
             _normalize(args, out)
 
     return embed
 
 
 def _make_embed_scaled_floats(layout: Layout) -> Callable[..., None]:
-    header, super_bytes, per_super = layout.super_header, layout.super_bytes, layout.records_per_super * layout.inputs
+    header, super_bytes, per_super = layout.super_header, layout.super_bytes, layout.records_per_super * BLOCK
 
     def embed(args, state, thread, num_threads):
         for token in range(thread, state.num_tokens, num_threads):

@@ -195,8 +195,9 @@ def _make_store_scale_pair(layout: Layout) -> Any:
     return store_scale_pair
 
 
-def _make_pack_float(width: int) -> Any:
-    """Return pack(source, out, lane), which packs one number of a row."""
+def _make_pack_float(layout: Layout) -> Any:
+    """Return pack(source, out, lane), which packs as many numbers of a row as lie side by side in a group."""
+    width = layout.low_bits // 8 * layout.neighbours
 
     @njit(forceinline=True)
     def pack(source, out, lane):
@@ -225,7 +226,7 @@ def _make_pack_source(layout: Layout) -> Any:
     """Return pack(source, out, lane), which packs one block, or one number of a float type, of a row."""
     if not layout.is_float:
         return make_pack_block(layout)
-    return _make_pack_scaled_floats(layout) if layout.super_header else _make_pack_float(layout.low_bits // 8)
+    return _make_pack_scaled_floats(layout) if layout.super_header else _make_pack_float(layout)
 
 
 def _make_interleave_quads(layout: Layout) -> Any:
@@ -283,7 +284,9 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
     `group_bytes` apart. One thread packs all of a command's rows, so that the pages it writes first are in its node of
     memory.
     """
-    layout, block_size, source_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_size, BLOCK_TYPES[type_].block_bytes
+    layout, kind = LAYOUTS[type_], BLOCK_TYPES[type_]
+    neighbours = layout.neighbours
+    block_size, source_bytes = kind.block_size * neighbours, kind.block_bytes * neighbours
     super_bytes, per_super = layout.super_bytes, layout.records_per_super
     packed_bytes = LANES * source_bytes if layout.is_float else layout.per_block // per_super * super_bytes
     header, record_bytes, has_row_scales = layout.super_header, layout.record_bytes, layout.row_scale_bytes > 0
@@ -301,6 +304,8 @@ def make_pack(type_: str, inputs: int) -> Callable[..., None]:
                 out += packed_bytes
             if has_row_scales:
                 store_u32(out + 4 * (row % LANES), load_u32(source))
+            if neighbours == 2 and args.in_features % 2 == 1:
+                store_u16(out + 4 * (row % LANES), load_u16(source))
         for group in range((args.rows + LANES - 1) // LANES if is_interleaved else 0):
             for record in range(args.in_features // BLOCK):
                 start = args.out + group * args.group_bytes + record // per_super * super_bytes + header

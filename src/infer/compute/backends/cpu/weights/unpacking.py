@@ -19,7 +19,7 @@ from numba.core import cgutils
 from infer.compute.backends.cpu import simd
 from infer.compute.backends.cpu.arithmetic import Quads, arithmetic_of
 from infer.compute.backends.cpu.isa import InstructionSet
-from infer.compute.backends.cpu.layouts import LANES, QUADS_BYTES, UNIT, Layout
+from infer.compute.backends.cpu.layouts import BLOCK, LANES, QUADS_BYTES, Layout
 from infer.compute.backends.cpu.prefetch import prefetch
 from infer.compute.backends.cpu.simd import (
     F32X16,
@@ -240,28 +240,34 @@ def float_scale(b: Builder, base: Value) -> Value:
     return b.fmul(load(b, base, F32X16, 16), constant(F32X16, simd.E4M3_BY_HALF))
 
 
-def floats_of(b: Builder, layout: Layout, record: Value) -> Iterator[Value]:
-    """Yield the numbers of 16 rows for each input, loaded when they are used. E4M3's lack `simd.E4M3_BY_HALF`."""
-    size = layout.record_bytes // UNIT
+def floats_of(b: Builder, layout: Layout, where: Value, count: int) -> Iterator[Value]:
+    """Yield the numbers of 16 rows for each of `count` inputs, loaded when they are used.
+
+    E4M3's lack `simd.E4M3_BY_HALF`.
+    """
+    size = layout.record_bytes // BLOCK
     if layout.type == "F8_E4M3":
-        for at in range(0, layout.record_bytes, 2 * size):
-            halves = simd.half_of_e4m3(b, load(b, simd.offset(b, record, at), _I8X32, 32))
+        for at in range(0, count * size, 2 * size):
+            halves = simd.half_of_e4m3(b, load(b, simd.offset(b, where, at), _I8X32, 32))
             for first in (0, LANES):
                 lanes = ir.Constant(I32X16, list(range(first, first + LANES)))
                 yield simd.widen_f16(b, b.shuffle_vector(halves, halves, lanes))
         return
-    for at in range(0, layout.record_bytes, size):
-        where = simd.offset(b, record, at)
+    for at in range(0, count * size, layout.neighbours * size):
+        numbers = simd.offset(b, where, at)
         if layout.type == "F32":
-            yield load(b, where, F32X16, 16)
+            yield load(b, numbers, F32X16, 16)
+        elif layout.type == "F16":
+            yield simd.widen_f16(b, load(b, numbers, I16X16, 16))
         else:
-            bits = load(b, where, I16X16, 16)
-            yield simd.widen_f16(b, bits) if layout.type == "F16" else simd.widen_bf16(b, bits)
+            pairs = load(b, numbers, I32X16, 16)
+            yield b.bitcast(b.shl(pairs, constant(I32X16, 16)), F32X16)
+            yield b.bitcast(b.and_(pairs, constant(I32X16, -0x10000)), F32X16)
 
 
 def unpack_floats(b: Builder, layout: Layout, record: Record, to: Value) -> None:
     """Store a record's numbers as a record of F32, multiplied by their scales."""
     scale = float_scale(b, record.base) if layout.super_header else None
     prefetch(b, simd.offset(b, record.where, FAR), layout.record_bytes)
-    for index, value in enumerate(floats_of(b, layout, record.where)):
+    for index, value in enumerate(floats_of(b, layout, record.where, BLOCK)):
         simd.store_f32(b, simd.offset(b, to, 4 * LANES * index), value if scale is None else b.fmul(value, scale))

@@ -5,18 +5,18 @@
 
 #if IS_FLOAT
 
-#define ACTIVATION_INTS 8  // of a record: 8 floats
+#define ACTIVATION_INTS BLOCK  // of a record: floats
 
 // Input i of a row.
 inline float weight_of(global const uchar *group, long i, int lane)
 {
-    i = LANES * i + lane;
+    long at = LANES * i + lane;
 #if LOW_BITS == 32
-    return ((global const float *)group)[i];
-#elif IS_BF16
-    return as_float((uint)((global const ushort *)group)[i] << 16);
+    return ((global const float *)group)[at];
+#elif IS_BF16  // pairs of inputs
+    return as_float((uint)((global const ushort *)group)[LANES * (i & ~1L) + 2 * lane + (i & 1)] << 16);
 #else
-    return half_of(group, i);
+    return half_of(group, at);
 #endif
 }
 
@@ -27,7 +27,7 @@ inline void multiply_row(
     float odd[TOKENS];
     for (int t = 0; t < TOKENS; t++)
         sums[t] = odd[t] = 0.0f;
-    for (int i = 0; i < 8 * records; i += 2) {
+    for (int i = 0; i < BLOCK * records; i += 2) {
         float first = weight_of(group, i, lane), second = weight_of(group, i + 1, lane);
         for (int t = 0; t < TOKENS; t++) {
             sums[t] = fused(first, as_float(tokens[t][i]), sums[t]);

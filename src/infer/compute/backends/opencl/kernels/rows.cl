@@ -28,7 +28,7 @@ KERNEL gate_rows(global const float *both, global float *out, int columns)
 #endif
 
 // x × weight / rms(x) as records of activations; x itself where there is no weight. Of the rows at `indices`, if given.
-// A form is the number of int8 planes; 0 keeps floats, padded to a multiple of 8.
+// A form is the number of int8 planes; 0 keeps floats, padded to a multiple of BLOCK.
 KERNEL normalize_rows(
     global const float *x, global const float *weight, global int *out, global const long *indices, int features,
     float eps, int form)
@@ -38,7 +38,7 @@ KERNEL normalize_rows(
     x += (indices ? indices[token] : token) * features;
     float factor = inverse_rms(x, weight ? features : 0, eps, sums);
     if (form == 0) {
-        int padded = (features + 7) / 8 * 8;
+        int padded = (features + BLOCK - 1) / BLOCK * BLOCK;
         for (int i = first; i < padded; i += ITEMS) {
             float value = i < features ? x[i] : 0.0f;
             out[token * (long)padded + i] = as_int(weight && i < features ? value * factor * weight[i] : value);

@@ -120,12 +120,12 @@ def _check_gpus(devices: Sequence[str]) -> None:
 def exchange_bytes(architecture: Architecture) -> int:
     """Return the bytes of the memory that ranks share.
 
-    It has room for twice all activations that a step gathers, as floats and quantised. The system allocates only the
-    pages that are written.
+    It has room for three times all activations that a step gathers: floats, records of floats, and the spaces between
+    buffers. The system allocates only the pages that are written.
     """
     parts = {part for layer in architecture.layers for part in layer.parts}
     widths = {(type(part), place, width) for part in parts for place, width in enumerate(part.widths)}
-    floats = 2 * (HOST_STEP.tokens + _SPARE) * (2 * architecture.hidden_size + sum(width for *_, width in widths))
+    floats = 3 * (HOST_STEP.tokens + _SPARE) * (2 * architecture.hidden_size + sum(width for *_, width in widths))
     return 2 * 4 * (floats + 2 * HOST_STEP.logits * architecture.vocab_size) + _HEADER_BYTES
 
 

@@ -103,7 +103,7 @@ def held_bytes(model: Transformer) -> int:
     for member in (model.embedding, model.head, model.norm, *members):
         if isinstance(member, Projection):
             tensors = [part.data for part in member.parts]  # type: ignore[attr-defined]
-            tensors += [] if member.bias is None else [member.bias]
+            tensors += [each for each in (member.bias, member.curve) if each is not None]
         else:
             tensors = norm_tensors(member, model) if isinstance(member, Norm) else []
             tensors += [member] if isinstance(member, torch.Tensor) else []

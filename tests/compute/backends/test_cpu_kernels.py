@@ -539,8 +539,8 @@ def test_floats_are_written_only_if_an_op_reads_them(types: tuple[str, ...]) -> 
         cpu.project_add(torch.randn(4, 32 * len(types)), hidden, down, None)
     assert isinstance(hidden.twin, Offer)
     record_ = hidden.twin.arguments.record
-    assert record_["out"] == (0 if types == ("Q8_0",) else hidden.floats.data_ptr())
-    assert (record_["quantized"] != 0) == ("Q8_0" in types)
+    assert record_["out"] == (0 if len(types) == 1 else hidden.floats.data_ptr())
+    assert record_["quantized"] != 0
 
 
 def test_weights_that_were_not_prepared_are_refused() -> None:

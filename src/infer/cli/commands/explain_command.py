@@ -202,7 +202,6 @@ def run_estimate(options: EstimateOptions) -> None:
     found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
     draft_bytes = plan_draft_bytes(replace(settings, device=options.device), checkpoint, num_tokens, load)
     rest = 0 if available is None else available - found.process - draft_bytes
-    most = max(own, num_tokens)
     kv_type, generates = found.kv_type, not architecture.reads_whole_texts
     fits, option = None if available is None else found.total + draft_bytes <= available, None
     if fits is False and options.batch == 1:
@@ -233,7 +232,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "read_bandwidth": read_bandwidth(threads) if on_host else None,
         "fits": fits,
         "option_that_fits": option,
-        "largest_context": None if available is None else found.largest_context(rest, most),
+        "largest_context": None if available is None else found.largest_context(rest, max(own, num_tokens)),
     }
     print_report(report, estimate_lines(report), as_json=options.as_json)
 

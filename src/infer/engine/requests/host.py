@@ -86,8 +86,6 @@ class Host:
         if not (self.settings.prefix_disk and runner.shares_prefixes and runner.has_whole_slots):
             return None
         model = self.fingerprint(runner.cache.kind) | {"times": repr(self.facts.modified_ns)}
-        if self.facts.kernels.startswith("cpu "):  # these have bits of their own
-            model["kernels"] = self.facts.kernels
         fingerprint = prefix_fingerprint(model, runner)
         store = open_store(fingerprint, self.settings.prefix_disk)
         if isinstance(store, str):

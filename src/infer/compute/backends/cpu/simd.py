@@ -24,19 +24,6 @@ from infer.compute.backends.cpu.layouts import LANES
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-
-
-class _BrainFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """LLVM's type of BF16, which llvmlite lacks."""
-
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-
-_BrainFloat._create_instance()
-BF16 = _BrainFloat()
 I8X16, I16X16, I32X16, F32X16 = (ir.VectorType(element, LANES) for element in (I8, I16, I32, F32))
 I8X64 = ir.VectorType(I8, 64)
 NUMBERS = ir.Constant(I32X16, list(range(LANES)))  # each lane's own
@@ -295,7 +282,7 @@ def _round_bf16(b: Builder, x: Value) -> Value:
 @operation(f32x16, address, f32x16)
 def keep_bf16(b: Builder, where: Value, x: Value) -> Value:
     """Store x in bf16, rounded to nearest, ties to even, and return what is stored. It needs AVX512-BF16."""
-    bits = b.bitcast(call(b, "x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BF16, LANES), x), I16X16)
+    bits = call(b, "x86.avx512bf16.cvtneps2bf16.512", I16X16, x)  # LLVM takes BF16 as integers, too
     store(b, where, bits, 2)
     return widen_bf16(b, bits)
 
@@ -356,8 +343,7 @@ def dot_bf16(b: Builder, total: Value, pairs: Value, others: Value) -> Value:
     Both numbers of a pair are BF16, the first in the low half. Each lane adds the product of the second numbers, and
     then that of the first numbers. Each addition is rounded once, to nearest. Subnormal numbers count as 0.
     """
-    operands = (b.bitcast(x, ir.VectorType(BF16, 2 * LANES)) for x in (pairs, others))
-    return call(b, "x86.avx512bf16.dpbf16ps.512", F32X16, total, *operands)
+    return call(b, "x86.avx512bf16.dpbf16ps.512", F32X16, total, pairs, others)
 
 
 @operation(f32x16, f32x16)

@@ -4,6 +4,7 @@
     python benchmarks/bench_peers.py --quick                  one model, in a few minutes
     python benchmarks/bench_peers.py --models smollm2-q4_1 --infer f16 q8 q4 --cases "decode at 1024" --alone
     python benchmarks/bench_peers.py --models smollm2-q8_0 --infer exact ranks opencl --alone
+    python benchmarks/bench_peers.py --files qwen2.5-coder-1.5b.gguf --cases decode "prefill 512"
     python benchmarks/bench_peers.py --random CONFIG.json --layers 4 8 --type Q4_K IQ2_XXS
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
@@ -230,6 +231,7 @@ def time_cold(command: tuple[str, ...]) -> tuple[float, int]:
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="PATH", help="GGUF files, as they are")
     cases = [*CASES, "cold"]
     parser.add_argument("--cases", nargs="+", choices=cases, metavar="NAME", help=f"of {', '.join(cases)}")
     parser.add_argument("--random", type=Path, metavar="CONFIG", help="layers of this model with random weights")
@@ -248,7 +250,8 @@ def parse_arguments() -> argparse.Namespace:
     if options.random:
         options.models, options.cases = [], options.cases or ["prefill 512", "decode at 512"]
         return options
-    options.models, options.cases = options.models or list(MODELS), options.cases or [*CASES, "cold"]
+    options.models = options.models or ([] if options.files else list(MODELS))
+    options.cases = options.cases or [*CASES, "cold"]
     return options
 
 
@@ -260,6 +263,7 @@ def main() -> None:
     runs_on, results = dict[str, str](), dict[str, Any]()
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}
+    models |= {path.name: partial(resolve, path) for path in options.files}
     if options.random:
         kinds = [(type_, count) for type_ in options.type for count in options.layers]
         models = {

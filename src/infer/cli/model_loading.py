@@ -31,7 +31,6 @@ from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import Spinner, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import q8_pays_from, read_bytes
 from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.request_limits import DEFAULT_PREFIX_BYTES
@@ -244,6 +243,7 @@ def _check_step(options: _Loading) -> None:
 def q8_context(llm: "infer.LLM") -> int | None:
     """Return the context from which keys and values in q8 pay for a loaded model, as `q8_pays_from` does."""
     from infer.cli.bench.speed import weight_bytes_by_kind
+    from infer.compute.kvcache.groups import q8_pays_from, read_bytes
 
     model, settings = llm._opened.model, llm._opened.settings
     if model.device.type != "cpu" or settings.tensor_parallel > 1 or settings.cache.evicts:

@@ -264,11 +264,8 @@ def main() -> None:
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}
     models |= {path.name: partial(resolve, path) for path in options.files}
-    if options.random:
-        kinds = [(type_, count) for type_ in options.type for count in options.layers]
-        models = {
-            f"{kind[0]}, {kind[1]} layers": partial(make_random, options.random, *reversed(kind)) for kind in kinds
-        }
+    for type_, count in product(options.type, options.layers) if options.random else ():
+        models[f"{type_}, {count} layers"] = partial(make_random, options.random, count, type_)
     for name, find in models.items():
         try:
             path = find()

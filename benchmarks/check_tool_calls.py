@@ -20,7 +20,7 @@ from infer import LLM, GenerationResult, RequestOptions, SamplingParams
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_batch import answer_all
 from infer.engine.step.sequence import Sequence
-from infer.text.toolcalls.formats import FORMATS
+from infer.text.toolcalls.formats import FORMATS, INDEX
 
 BATCH_SIZE, MAX_TOKENS = 16, 120
 _WORDS = ["get", "set", "city", "user", "date", "price", "items", "mode", "note", "size", "unit", "path", "limit"]
@@ -93,9 +93,9 @@ def sequences(
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
         asked[number] = request = random_request(rng)
-        prefix = list[int]()
-        if request["tool_choice"] == "auto" and rng.random() < 0.5:
-            prefix = llm.tokenizer.encode(FORMATS[request["tool_format"]].start, add_special_tokens=False)
+        is_begun = request["tool_choice"] == "auto" and rng.random() < 0.5
+        start = FORMATS[request["tool_format"]].start.replace(INDEX, "0") if is_begun else ""
+        prefix = llm.tokenizer.encode(start, add_special_tokens=False)
         params = SamplingParams(temperature=1.5, max_new_tokens=MAX_TOKENS, seed=rng.getrandbits(32))
         options = RequestOptions(answer_prefix=prefix, **request)
         question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."

@@ -145,7 +145,7 @@ def all_digests(
 
     One CPU per core is emulated at a time, the slow ones first.
     """
-    here, own = ([sys.executable], str(ROOT / "src")), max(cases_by_cpu.values(), key=len)
+    here, own = ([sys.executable], str(ROOT / "src")), sorted(set[str]().union(*cases_by_cpu.values()))
     runs = {cpu: (*command, cases_by_cpu[cpu], "") for cpu, command in commands.items()} | {"here": (*here, own, "")}
     runs |= {f"here, compiled for {cpu}": (*here, cases_by_cpu[cpu], cpu) for cpu in commands if cpu in WITHOUT_FMA}
     with tempfile.TemporaryDirectory() as caches, ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -66,9 +66,7 @@ class Sequence:
         self.num_computed, self.slot = 0, NO_SLOT
         self.pieces: list[Piece] = []
         self.launched: tuple[Chunk, ...] = ()  # its shares of the steps that run, of which one may wait for another
-        self.awaited: abc.Sequence[
-            int
-        ] = ()  # ids that stand for the next token, while a step is planned behind its own
+        self.awaited: abc.Sequence[int] = ()  # ids for the next token, while a step is planned behind its own
         self.is_paused = False  # True while its reader is too far behind
         self.is_streamed = True  # True if its tokens are read while they are generated
         self.must_end_prompt = False  # its prompt must be compressed before a token is forced or drafted

@@ -28,7 +28,7 @@ WINDOWS = [(0, 0), (0, 100), (4, 20), (20, 12), (260, 10), (0, -23)]  # sinks, w
 
 def make_row(shape: tuple[int, int, int], sinks: int = 0, window: int = 0, page_tokens: int = 64) -> LayerCache:
     """Return a cache whose bytes are all those of NaN, with its pages in another order."""
-    layer = make_layer(make_heads(*shape), 3, CAPACITY, "bf16", window=window, fill=0x7F, page_tokens=page_tokens)
+    layer = make_layer(make_heads(*shape), 3, CAPACITY, "bf16", window=window, fill=0xFF, page_tokens=page_tokens)
     order = torch.randperm(layer.pages.table.numel(), generator=torch.manual_seed(2)).view(layer.pages.table.shape)
     return replace(layer, pages=replace(layer.pages, table=order, sinks=torch.full((3,), sinks)))
 

@@ -153,3 +153,12 @@ OUT_OF_RANGE = [
 def test_hyperparameters_out_of_range_are_refused(tmp_path: Path, key: str, value: int, reason: str) -> None:
     path = write_model(tmp_path / "m.gguf", extend=lambda writer: writer.add_uint32(key, value))
     check_refused(lambda: open_checkpoint(path), reason, ModelError)
+
+
+def test_an_array_with_more_values_than_a_model_has_layers_makes_no_tensors(tmp_path: Path) -> None:
+    values = struct.pack("<IQ", 6, 4000) + bytes(16_000)
+    content = raw_file(
+        (key_value("general.architecture", 8, text("apertus")), key_value("apertus.xielu.eps", 9, values))
+    )
+    file = read_bytes(tmp_path, content)
+    check_refused(lambda: file.values_of_layers(["xielu.eps"]), "at most 1024 values, one per layer", ModelFormatError)

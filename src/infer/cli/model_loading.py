@@ -242,19 +242,15 @@ def _check_step(options: _Loading) -> None:
 
 def q8_context(llm: "infer.LLM") -> int | None:
     """Return the context from which keys and values in q8 pay for a loaded model, as `q8_pays_from` does."""
-    from infer.cli.bench.speed import weight_bytes_by_kind
-    from infer.compute.kvcache.groups import q8_pays_from, read_bytes
+    from infer.cli.bench.speed import token_bytes
+    from infer.compute.kvcache.groups import q8_pays_from
 
     model, settings = llm._opened.model, llm._opened.settings
     if model.device.type != "cpu" or settings.tensor_parallel > 1 or settings.cache.evicts:
         return None
-    layers, kv_type = model.architecture.mixers, settings.cache.kv_type
-    weights = sum(weight_bytes_by_kind(model).values())
-
-    def bytes_of(kind: str, context: int) -> int:
-        return weights + sum(read_bytes(each, kind, context) for each in layers)
-
-    return q8_pays_from(layers, model.kv_type if kv_type == "auto" else kv_type, llm.max_seq_len, bytes_of)
+    kv_type = model.kv_type if settings.cache.kv_type == "auto" else settings.cache.kv_type
+    layers = model.architecture.mixers
+    return q8_pays_from(layers, kv_type, llm.max_seq_len, lambda kind, context: token_bytes(model, context, kind))
 
 
 def check_suite(context: click.Context) -> None:

@@ -211,14 +211,14 @@ def _bytes_per_token(projection: Projection) -> int:
     return int(projection.used_share * sum(part.num_bytes for part in projection.parts))
 
 
-def kv_bytes(model: Transformer, context: int) -> int:
+def kv_bytes(model: Transformer, context: int, kv_type: str = "") -> int:
     """Return the bytes that a decode step reads of a cache with `context` tokens that evicts none."""
-    return sum(read_bytes(layer, model.kv_type, context) for layer in model.architecture.mixers)
+    return sum(read_bytes(layer, kv_type or model.kv_type, context) for layer in model.architecture.mixers)
 
 
-def token_bytes(model: Transformer, context: int) -> int:
-    """Return the bytes that a decode step reads."""
-    return sum(weight_bytes_by_kind(model).values()) + kv_bytes(model, context)
+def token_bytes(model: Transformer, context: int, kv_type: str = "") -> int:
+    """Return the bytes that a decode step reads, with the model's own kv type if none is given."""
+    return sum(weight_bytes_by_kind(model).values()) + kv_bytes(model, context, kv_type)
 
 
 # Memory

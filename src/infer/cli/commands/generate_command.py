@@ -51,7 +51,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
             prompt, params, on_token=on_token, cancel=cancellation.event, on_prefill=line.show, **_path(options)
         )
     if not is_text:
-        writer.write(f"{json_text({'model': options.model} | result.to_json())}\n")
+        writer.write(f"{json_text(_record(result, options))}\n")
     writer.end_line()
     _raise_failure([result], "the generation")
     if not cancellation.exit_status:
@@ -74,7 +74,7 @@ def answer_many(
     spinner = Spinner(f"answering {len(prompts)} prompts")
 
     def on_result(index: int, result: GenerationResult) -> None:
-        writer.write(f"{json_text({'index': index, 'model': options.model} | result.to_json())}\n")
+        writer.write(f"{json_text({'index': index} | _record(result, options))}\n")
 
     with cancel_on_signal() as cancellation:
         with spinner:
@@ -100,7 +100,7 @@ def answer_many(
 def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: GenerateOptions) -> None:
     for index, result in enumerate(results):
         if options.as_json:
-            writer.write(f"{json_text({'model': options.model} | result.to_json())}\n")
+            writer.write(f"{json_text(_record(result, options))}\n")
         else:
             writer.write("\n" * (index > 0) + result.text)
         writer.end_line()
@@ -109,6 +109,10 @@ def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options:
 def _path(options: GenerateOptions) -> dict[str, Any]:
     names = ("speculation", "num_draft_tokens", "prefill_chunk", "overflow")
     return {name: getattr(options, name) for name in names}
+
+
+def _record(result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
+    return {"model": options.model} | result.to_json()
 
 
 def _raise_failure(results: Sequence[GenerationResult], what: str) -> None:

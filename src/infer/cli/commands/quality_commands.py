@@ -7,7 +7,7 @@ kind of matrix. The file of a page is checked before the work and written at its
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
@@ -148,6 +148,10 @@ def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Ite
     return items_by_kind
 
 
+def labels_of(layers: Iterable[int]) -> list[str]:
+    return [f"layer {layer}" for layer in layers]
+
+
 def check_page(path: Path | None) -> None:
     """Raise InvalidRequestError if a page cannot have this name."""
     if path is not None:
@@ -201,9 +205,7 @@ def _error_row(kind: str, by_layer: dict[int, list[float]]) -> ChartRow:
     layers = sorted(by_layer)
     errors = [100 * sqrt(sum(each**2 for each in by_layer[layer]) / len(by_layer[layer])) for layer in layers]
     return ChartRow(
-        kind,
-        f"{sum(errors) / len(errors):.3g} % on average",
-        [Bars("error in %", errors, [*map("layer {}".format, layers)])],
+        kind, f"{sum(errors) / len(errors):.3g} % on average", [Bars("error in %", errors, labels_of(layers))]
     )
 
 
@@ -248,13 +250,13 @@ def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
     """Return the bytes of all matrices of each layer."""
     layers = sorted({layer for kind in kinds for layer in kind})
     sizes = [sum(each.info.file_bytes for kind in kinds for each in kind.get(layer, ())) / 1e6 for layer in layers]
-    return Bars("MB of matrices", sizes, [*map("layer {}".format, layers)])
+    return Bars("MB of matrices", sizes, labels_of(layers))
 
 
 def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:
     """Return the charts of a kind. `bad` has the names of tensors with findings, as the files name them."""
     layers = sorted(by_layer)
-    labels, groups = [*map("layer {}".format, layers)], [by_layer[layer] for layer in layers]
+    labels, groups = labels_of(layers), [by_layer[layer] for layer in layers]
     marked = {index for index, group in enumerate(groups) if any(each.info.name in bad for each in group)}
     counts = [max(sum(each.num_values for each in group), 1) for group in groups]
     sizes = [sum(each.info.file_bytes for each in group) for group in groups]

@@ -30,6 +30,7 @@ MAX_STRINGS = 1_000_000
 MAX_KEY_BYTES = 64 << 10
 MAX_VALUE_BYTES = 16 << 20  # limit of a string, and of an array of numbers
 MAX_DIMENSIONS = 4
+MAX_LAYERS = 1024  # with a value each in an array
 _BLOCK_BYTES = 1 << 20  # blocks in which a header is read
 ALIGNMENTS = tuple(1 << power for power in range(3, 17))
 
@@ -72,14 +73,18 @@ class GGUFFile:
         return {key: TypedValue(self.value_types[key], value) for key, value in self.metadata.items()}
 
     def values_of_layers(self, keys: Iterable[str]) -> dict[str, TensorInfo]:
-        """Return the values of arrays with one for each layer, as tensors of the layers."""
-        arrays = {key: self.arrays.get(f"{self.metadata['general.architecture']}.{key}") for key in keys}
-        return {
-            f"blk.{layer}.{key}": info.rows(range(layer, layer + 1))
-            for key, info in arrays.items()
-            if info is not None
-            for layer in range(info.shape[0])
-        }
+        """Return the values of arrays with one for each layer, as tensors of the layers.
+
+        Raises ModelFormatError for an array that is longer than any model has layers.
+        """
+        parts, prefix = dict[str, TensorInfo](), self.metadata["general.architecture"]
+        for key in keys:
+            if (info := self.arrays.get(f"{prefix}.{key}")) is None:
+                continue
+            if info.shape[0] > MAX_LAYERS:
+                info.fail(f"expected at most {MAX_LAYERS} values, one per layer, got {info.shape[0]}")
+            parts |= {f"blk.{layer}.{key}": info.rows(range(layer, layer + 1)) for layer in range(info.shape[0])}
+        return parts
 
     def floats(self, name: str, count: int) -> list[float]:
         """Return the values of a small tensor of `count` float32. Raises ModelFormatError for any other tensor."""

@@ -112,7 +112,7 @@ def is_sparse_as_listed(config: Config, index: int) -> bool:
 
 
 def is_sparse_in_ernie(config: Config, index: int) -> bool:
-    """Return True for every nth layer of the step after the first ones, up to `moe_layer_end_index`."""
+    """Return True for the layers of the interval after the first ones, up to `moe_layer_end_index`."""
     last = config.get("moe_layer_end_index", -1)
     if type(last) is not int:
         raise ModelError(f"config: moe_layer_end_index must be a whole number, got {last!r:.60}")

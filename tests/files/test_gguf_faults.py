@@ -9,6 +9,7 @@ import pytest
 from gguf_files import ONE, TWO, U32, key_value, random_tensors, raw_file, read_bytes, tensor_entry, text, write_model
 from infer.errors import ModelError, ModelFormatError, UnsupportedModelError
 from infer.files import open_checkpoint
+from infer.models.families import make_architecture
 from processor_time import least_processor_seconds
 from refusals import check_refused, refusal
 
@@ -162,3 +163,9 @@ def test_an_array_with_more_values_than_a_model_has_layers_makes_no_tensors(tmp_
     )
     file = read_bytes(tmp_path, content)
     check_refused(lambda: file.values_of_layers(["xielu.eps"]), "at most 1024 values, one per layer", ModelFormatError)
+
+
+def test_a_model_with_more_heads_than_any_has_makes_no_names_for_them() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 1 << 20, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = {"model_type": "stablelm", **sizes, "num_attention_heads": 1 << 20, "qk_layernorm": True}
+    check_refused(lambda: make_architecture(config), "num_attention_heads must be .* from 1 to 4096", ModelError)

@@ -5,6 +5,7 @@ from typing import Literal
 
 Shapes = dict[str, tuple[int, ...]]  # of a network's tensors, by their names
 GateCurve = Literal["sigmoid", "softplus"]
+MAX_HEADS = 4096  # per layer: each may have weights of its own in the norms of q and k
 # The norm is over each head, before or after its rotation, or over all heads together. "head_centred" subtracts the
 # mean of each head, and each head has weights of its own.
 QKNorm = Literal["head", "head_unweighted", "head_after", "head_centred", "all"]

@@ -21,6 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from infer.compute.operands.feed_forwards import MAX_EXPERTS
+from infer.compute.operands.mixers import MAX_HEADS
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.files.tensors.tensor_info import TensorInfo
 
@@ -69,7 +70,8 @@ def taken_apart(
         module, _, kind = name.rpartition(".")
         fused = next((end for end in (*FUSED, _OF_HEADS) if module.endswith(f".{end}")), "")
         at = module.removesuffix(fused)
-        if kind == "weight" and module.endswith(_NORMS_OF_HEADS) and len(info.shape) == 2:  # a row for each head
+        has_rows = len(info.shape) == 2 and info.shape[0] <= MAX_HEADS
+        if kind == "weight" and module.endswith(_NORMS_OF_HEADS) and has_rows:  # a row for each head
             heads = [info.rows(range(head, head + 1)) for head in range(info.shape[0])]
             shape = info.shape[1:]
             found |= {f"{module}.norms.{head}.weight": replace(each, shape=shape) for head, each in enumerate(heads)}

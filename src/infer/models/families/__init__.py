@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from infer.compute.operands.architecture import Architecture, Layer, Norms
 from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
-from infer.compute.operands.mixers import Attention, Mixer, QKNorm
+from infer.compute.operands.mixers import MAX_HEADS, Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, choice, count, flag, optional_count, optional_positive, positive
 from infer.models.families.encoders import ENCODERS
@@ -203,7 +203,7 @@ def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_head
 
 def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> Attention:
     config = family.of_kind(config, kind, is_rotated)
-    num_heads = count(config, "num_attention_heads")
+    num_heads = count(config, "num_attention_heads", maximum=MAX_HEADS)
     num_kv_heads = count(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")

@@ -140,7 +140,7 @@ def check_oldest_torch(folder: Path, torch: str) -> str:
     try:
         install(python, torch)
     except AssertionError as error:
-        if "No matching distribution" in str(error):
+        if "No matching distribution" in str(error) or "ResolutionImpossible" in str(error):
             raise SkippedError(f"the index has no {torch}") from None
         raise
     install(python, f"{ROOT}[dev]")
@@ -175,7 +175,8 @@ def check_installation(wheel: Path, folder: Path, torch: str) -> str:
     assert "Paris" in answer, answer
     assert NO_KERNELS_COMPILED not in answer, f"the first answer compiles kernels: {answer}"
     run(python, "-m", "pip", "uninstall", "--yes", "--quiet", PROJECT["name"])
-    left = list((folder / "installed").rglob("infer*"))
+    names = ("infer", "infer_engine*", "infer-engine*")
+    left = [path for name in names for path in (folder / "installed").rglob(name)]
     assert not left, f"the uninstallation leaves {left}"
     return f"a first answer comes {seconds:.1f} s after the start, and nothing is left after the uninstallation"
 

@@ -126,7 +126,8 @@ class LLM(TextCalls):
         pool_pages: Number of pages of 64 tokens that all answers and sessions share. None: enough for 8 full contexts,
             or as many as fit in memory; with CUDA, all that fit.
         experts_memory: Memory for a model's experts on a CPU, in bytes or as "6GB". The others are read from a file in
-            the user's cache folder when a token needs them, with the same answers. None: all are in memory.
+            the user's cache folder when a token needs them, with the same answers. None: all are in memory if
+            they fit.
         grammar_backend: Library that constrains answers to a schema, a pattern or a grammar.
         threads: Number of threads of the process, or of each process if `tensor_parallel` processes share the model.
         capture: False runs each op separately: slower, with the same tokens.

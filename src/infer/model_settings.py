@@ -143,7 +143,7 @@ class ModelSettings:
     experts_memory: int | None = parameter(
         None, Size(),
         "Memory for a model's experts; those that it cannot hold are read from a file when they are needed.  "
-        "[default: all are in memory]", group="numbers", metavar="SIZE", takes="int | str | None")
+        "[default: all are in memory if they fit]", group="numbers", metavar="SIZE", takes="int | str | None")
     # fmt: on
 
     def __post_init__(self) -> None:

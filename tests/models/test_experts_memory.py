@@ -8,23 +8,26 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import Qwen2MoeConfig, Qwen3MoeConfig
 
+from byte_tokenizer import write_byte_tokenizer
+from commands import run
 from converted import convert
 from infer import LLM, InferError, InvalidRequestError, ModelError
 from infer.compute.backends.cpu.experts import expert_file
 from infer.compute.backends.cpu.experts.pool_plan import plan_pools
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
+from infer.models.catalog.header_facts import plan_served
 from infer.models.compile_ahead import make_outline
 from infer.models.families import make_architecture
 from infer.models.from_checkpoint import load_checked
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import expected_shapes
-from path_cases import SAMPLERS, make_folder, varied_ids
+from path_cases import CONFIGS, MERGES, SAMPLERS, make_folder, varied_ids
 from steps import logits_of
-from tiny import BY_NAME, make_tiny
+from tiny import BY_NAME, Tiny, make_tiny
 
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "llama4", "gemma4_moe"]
 WHOLE = 10**12
@@ -155,6 +158,45 @@ def test_memory_of_experts_is_counted_and_offered() -> None:
     budget(fitting).check("model", available)
     with pytest.raises(ModelError, match=rf"experts_memory={fitting // 10**6}MB fits"):
         budget(most * 3 // 4).check("model", available)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of a model whose experts take 7 MB with 8 bits."""
+    folder = tmp_path_factory.mktemp("large") / "large"
+    config = {**CONFIGS["experts"].to_dict(), "num_experts": 64, "moe_intermediate_size": 256}
+    make_tiny(Tiny("large", Qwen2MoeConfig(**config)), folder)
+    write_byte_tokenizer(folder, merges=MERGES)
+    return folder
+
+
+def test_experts_that_do_not_fit_are_read_from_a_file(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(large, weights="q8", threads=2) as llm:
+        expected = llm.generate(IDS, max_new_tokens=20, temperature=0).token_ids
+    settings, load = ModelSettings(weights="q8", threads=2), LoadSettings(weights="q8", num_threads=2)
+    checkpoint = open_checkpoint(large)
+    headers = make_architecture(checkpoint.config), checkpoint.tensors
+    budget = MemoryBudget.of(*headers, load, settings.cache, num_tokens=headers[0].own_length)
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: budget.model)
+    with pytest.raises(ModelError, match=r"large needs .* MB are available: weights=q8 fits"):
+        LLM(large, threads=2)
+    available = budget.model - 3_000_000
+    monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda: available)
+    message = r"large needs \d+ MB here, but \d+ MB are available: 2 MB of it are for experts, and the others are read"
+    with pytest.warns(UserWarning, match=message):
+        llm = LLM(large, weights="q8", threads=2)
+    with llm:
+        frames: Any = llm.model.layers[0].feed_forward.experts.frames  # type: ignore[union-attr]
+        assert 1_500_000 < frames.pool.plan.num_bytes <= 3_000_000
+        assert llm.generate(IDS, max_new_tokens=20, temperature=0).token_ids == expected
+    plan = plan_served(str(large), settings, most_bytes=available + budget.process, share_bytes=0)
+    assert plan.cache is not None
+    assert plan.num_bytes <= available + budget.process
+    assert 1_000_000 <= (plan.cache.load.experts_memory or 0) <= 3_000_000
+    monkeypatch.setattr("infer.cli.commands.explain_command.available_memory_bytes", lambda: available + budget.process)
+    shown = run("estimate", str(large), "--weights", "q8", "--threads", "2").out
+    assert "experts in 2.0 MB at most and in a file" in shown
+    assert "it fits" in shown
 
 
 def test_memory_is_taken_for_experts_only_up_to_the_limit(model: Path) -> None:

@@ -114,33 +114,22 @@ def load_checked(
     """
     architecture, cache = make_architecture(checkpoint.config), settings.cache
     check_layers(cache, architecture.mixers)
-    if tokenizer is not None:
-        _check_vocabulary(architecture, tokenizer)
     if settings.dtype != "auto" and settings.weights != "auto":
         raise InvalidRequestError(
             f"dtype={settings.dtype} and weights={settings.weights} contradict each other: give only one of them"
         )
     backend = device_backend(settings.device)
     backend.check_kv_type(cache.kv_type)
-    context = context_length(settings.max_seq_len, architecture, cache)
-    step = backend.step_limits
+    context, step = context_length(settings.max_seq_len, architecture, cache), backend.step_limits
     check_tensors(architecture, checkpoint.tensors)
+    if tokenizer is not None:
+        _check_vocabulary(architecture, tokenizer)
+        fitting = _fitting(checkpoint, architecture, backend, settings, 1 if group is None else group.size)
+        context, step = fitting.num_tokens, fitting.load.step
+        settings = replace(settings, experts_memory=fitting.load.experts_memory)
     outline = make_outline(architecture, checkpoint.tensors, settings)
     with backend.compiling([outline]):
-        if tokenizer is not None:
-            load = LoadSettings.of(settings, backend.num_threads(), backend.memory_rules)
-            budget = MemoryBudget.of(
-                architecture, checkpoint.tensors, replace(load, limits=step), cache,
-                num_tokens=context, pool_pages=settings.pool_pages,
-            )  # fmt: skip
-            available = backend.available_bytes()
-            if group is not None and available is not None and not backend.computes_on_host:
-                budget, available = replace(budget, num_devices=group.size), group.size * available
-            is_length_given = settings.max_seq_len is not None
-            found = _fitting(checkpoint.path.name, budget, available, is_length_given=is_length_given)
-            context, step = found.num_tokens, found.load.step
         give_back_freed()
-        experts = _open_experts(checkpoint, outline, backend, settings)
         with backend.threads():
             model = load_transformer(
                 architecture,
@@ -154,7 +143,7 @@ def load_checked(
                 on_progress=on_progress,
                 group=group,
                 on_input=on_input,
-                experts=experts,
+                experts=_open_experts(checkpoint, outline, backend, settings),
             )
     checkpoint.check_unchanged()
     give_back_freed()
@@ -184,23 +173,43 @@ def _check_vocabulary(architecture: Architecture, tokenizer: Tokenizer) -> None:
         )
 
 
-def _fitting(name: str, budget: MemoryBudget, available: int | None, *, is_length_given: bool) -> MemoryBudget:
-    """Return the budget with the steps and the context that fit in memory, before anything is allocated.
+def _fitting(
+    checkpoint: Checkpoint, architecture: Architecture, backend: ops.Backend, settings: ModelSettings, num_ranks: int
+) -> MemoryBudget:
+    """Return the budget with the steps, the context and the experts that fit in memory, before anything is allocated.
 
-    If no length is given, the context is the part that fits, and a smaller one is a warning. Raise ModelError if the
-    model does not fit.
+    If no length is given, the context is the part that fits. A smaller one is a warning, and so are experts of which
+    only a part is in memory. Raise ModelError if the model does not fit.
     """
-    found = budget.with_step_that_fits(available)
-    if not is_length_given:
-        found = found.with_length_that_fits(available)
-    if found.num_tokens < budget.num_tokens:
+    context = context_length(settings.max_seq_len, architecture, settings.cache)
+    load = LoadSettings.of(settings, backend.num_threads(), backend.memory_rules)
+    budget = MemoryBudget.of(
+        architecture, checkpoint.tensors, replace(load, limits=backend.step_limits), settings.cache,
+        num_tokens=context, pool_pages=settings.pool_pages,
+    )  # fmt: skip
+    available, name = backend.available_bytes(), checkpoint.path.name
+    if available is not None and not backend.computes_on_host:  # each rank has a memory of its own
+        budget, available = replace(budget, num_devices=num_ranks), num_ranks * available
+    fitting = budget.with_step_that_fits(available)
+    if settings.max_seq_len is None:
+        fitting = fitting.with_length_that_fits(available)
+    if fitting.num_tokens < budget.num_tokens:
         warnings.warn(
-            f"the context is {found.num_tokens:,} tokens, not {budget.num_tokens:,}: "
+            f"the context is {fitting.num_tokens:,} tokens, not {budget.num_tokens:,}: "
             f"{(available or 0) // 1_000_000:,} MB of memory are available (kv_type q8 or q4 needs less)",
             stacklevel=5,
         )
-    found.check(name, available)
-    return found
+    if num_ranks == 1:
+        fitting = fitting.with_experts_that_fit(available)
+    if settings.experts_memory is None and (for_experts := fitting.load.experts_memory) is not None:
+        warnings.warn(
+            f"{name} needs {budget.model // 1_000_000:,} MB here, but {(available or 0) // 1_000_000:,} MB are "
+            f"available: {for_experts // 1_000_000:,} MB of it are for experts, and the others are read from a file "
+            "(experts_memory)",
+            stacklevel=5,
+        )
+    fitting.check(name, available)
+    return fitting
 
 
 @contextmanager

@@ -201,13 +201,15 @@ def run_estimate(options: EstimateOptions) -> None:
     budget = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=num_tokens, pool_pages=options.pool_pages)
     found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
     draft_bytes = plan_draft_bytes(replace(settings, device=options.device), checkpoint, num_tokens, load)
-    rest = 0 if available is None else available - found.process - draft_bytes
+    rest = 0 if available is None else max(0, available - found.process - draft_bytes)
+    if settings.tensor_parallel == 1 and available is not None:
+        found = found.with_experts_that_fit(rest)
     kv_type, generates = found.kv_type, not architecture.reads_whole_texts
     fits, option = None if available is None else found.total + draft_bytes <= available, None
     if fits is False and options.batch == 1:
-        option = found.option_that_fits(max(0, rest))
+        option = found.option_that_fits(rest)
     on_host = load.device == "cpu"  # only the host's memory can be measured
-    is_known = on_host and generates and load.experts_memory is None  # no file's share of the time is known
+    is_known = on_host and generates and found.load.experts_memory is None  # no file's share of the time is known
     report = {
         "model": options.model,
         "max_seq_len": num_tokens,
@@ -217,7 +219,7 @@ def run_estimate(options: EstimateOptions) -> None:
         "pool_pages": options.pool_pages,
         "kv_type": kv_type,
         "weight_bytes": found.weights,
-        "experts_memory": load.experts_memory,
+        "experts_memory": found.load.experts_memory,
         "weight_types": largest_types(architecture, found.types or {}, options.device),
         "kernels": kernel_kind(options.device, make_outline(architecture, tensors, settings)),
         "cache_bytes": found.cache,
@@ -260,7 +262,7 @@ def estimate_lines(report: Mapping[str, Any]) -> Iterator[str]:
         "process": "Python, torch and the vocabulary",
     }
     if report["experts_memory"] is not None:
-        remarks["weights"] += f", experts in {megabytes(report['experts_memory'])} at most"
+        remarks["weights"] += f", experts in {megabytes(report['experts_memory'])} at most and in a file"
     if report["is_encoder"]:
         remarks["cache"] = f"two layers of a text of {report['max_seq_len']:,} tokens, {report['kv_type']}"
     if report["draft_bytes"]:

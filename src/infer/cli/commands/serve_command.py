@@ -288,6 +288,8 @@ def _plan(options: ServeOptions, share_bytes: int, source: ModelSource, most_byt
         kept += ["--pool-pages", str(found.cache.pool_pages)]
         if (states := found.cache.settings.state_memory_mb) is not None:
             kept += ["--state-memory-mb", str(states)]
+        if options.settings.experts_memory is None and (experts := found.cache.load.experts_memory) is not None:
+            kept += ["--experts-memory", str(experts)]
     by_options = {"embed": options.server.allow_embeddings, "rerank": options.settings.reranker != "auto"}
     more = (name for name, is_true in by_options.items() if is_true and name not in found.takes)
     return ModelPlan(found.num_bytes, kept, [*found.takes, *more], found.context)

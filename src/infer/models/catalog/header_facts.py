@@ -122,7 +122,8 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     """Return the plan of a model that takes at most `most_bytes`.
 
     The cache has the settings' `pool_pages` pages. If that is None, it has pages for as many full contexts as fit in
-    `share_bytes`, from 1 to 8. Raises ModelError, which names the context that would fit, if one context is too large.
+    `share_bytes`, from 1 to 8. Experts that do not fit are read from a file. Raises ModelError, which names the context
+    that would fit, if one context is too large.
     """
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
@@ -136,6 +137,8 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     found = least if architecture.reads_whole_texts else least.planned(share_bytes)
     draft_bytes = plan_draft_bytes(settings, checkpoint, context, load)
     most_bytes -= draft_bytes
+    if settings.tensor_parallel == 1:
+        found = found.with_experts_that_fit(max(0, most_bytes - found.process))
     if found.total > most_bytes:
         beside = found.total - least.model
         try:

@@ -18,7 +18,7 @@ from infer.compute.kvcache.pages import num_pages
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import HOST_STEP, MAX_STEP_TEXTS, StepLimits
 from infer.compute.operands.mixers import Mixer
-from infer.errors import InvalidRequestError, ModelError
+from infer.errors import InvalidRequestError, ModelError, UnsupportedModelError
 from infer.models.memory.memory_estimate import (
     LoadSettings,
     StoredMatrix,
@@ -38,6 +38,7 @@ STATES_SHARE = 8  # states of more than one row take an eighth of the memory tha
 _WORKSPACE_SHARE, _HISTORY_SHARE = 8, 32  # of the memory: for buffers of steps, and for the history of all rows
 _VECTORS_SHARE, _SPARE_SHARE = 8, 64  # that the pool of a GPU leaves: for vectors of texts, and for other programs
 _VECTORS_STEP, _VECTORS_PAGES = StepLimits(256, 33), 84  # of `hidden_states`, pages beside those of a full row
+_FREE_SHARE = 8  # of the memory that experts leave, if they are read from a file without being asked to
 _LEAST, _MULTIPLE = 512, 64  # smallest context that is cut to the memory, and its unit
 _FULL_MOST = 10**6  # megabytes
 _MEGABYTE = 10**6
@@ -227,6 +228,19 @@ class MemoryBudget:
         fits = whole.largest_context(available, self.num_tokens) // _MULTIPLE * _MULTIPLE
         return replace(self, num_tokens=fits) if fits >= _LEAST else self
 
+    def with_experts_that_fit(self, available: int | None) -> Self:
+        """Return the budget with as many experts in memory as fit, if no other option makes the model fit.
+
+        The others are read from a file. If possible, an eighth of the memory stays free for more texts and other
+        programs. Returns itself if that does not help, or if the settings limit the experts.
+        """
+        if available is None or self.model <= available or self.load.experts_memory is not None:
+            return self
+        if self._cache_that_fits(available) or self._weights_that_fit(available):
+            return self
+        most = available - available // _FREE_SHARE
+        return self._with_fewer_experts(most) or self._with_fewer_experts(available) or self
+
     def largest_context(self, available: int, most: int) -> int:
         """Return the largest number of tokens, at most `most`, for which the model and one row fit; 0 if none does.
 
@@ -344,7 +358,14 @@ class MemoryBudget:
         return None
 
     def _experts_that_fit(self, available: int) -> str | None:
-        """Return the memory for experts with which the model fits, if they are read from a file on this device."""
+        fewer = self._with_fewer_experts(available)
+        return fewer and f"experts_memory={(fewer.load.experts_memory or 0) // _MEGABYTE}MB fits"
+
+    def _with_fewer_experts(self, available: int) -> Self | None:
+        """Return the budget with the memory for experts with which the model fits, if this device can read the others.
+
+        Returns None if nothing is left for them, or less than a token needs.
+        """
         if self.types is None or self.tensors is None or self.load.device != "cpu" or self.num_devices > 1:
             return None
         taken, given = expert_bytes(self.architecture, self.types), self.load.experts_memory
@@ -353,10 +374,10 @@ class MemoryBudget:
         fitting = (available - (self.model - taken)) // _MEGABYTE * _MEGABYTE
         if not taken or fitting <= 0:
             return None
-        headers = self.architecture, self.tensors, replace(self.load, experts_memory=fitting), self.settings
-        with suppress(InvalidRequestError):  # less than a token needs
-            MemoryBudget.of(*headers, num_tokens=self.num_tokens)
-            return f"experts_memory={fitting // _MEGABYTE}MB fits"
+        load = replace(self.load, experts_memory=fitting)
+        with suppress(InvalidRequestError, UnsupportedModelError):  # less than a token needs, or rows that need padding
+            matrix_bytes = weight_bytes(self.architecture, self.types, load.device, fitting)
+            return replace(self, load=load, matrix_bytes=matrix_bytes)
         return None
 
 

@@ -134,8 +134,12 @@ def test_a_shared_prompt_is_read_once(world: World, engine: Engine, monkeypatch:
     assert asked[1].num_reused == 0 if salt else asked[1].num_reused >= 120 - 32 - 16
 
 
-def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(world: World, engine: Engine) -> None:
+def test_prompts_are_read_in_the_order_in_which_their_sequences_entered(
+    world: World, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tenants enter in turns. A turn would be lost if its first token came after the other tenant's prompts."""
+    computed = StepShares.computed  # on a clock of this test: for a slow step, a tenant pays with steps of its own
+    monkeypatch.setattr(StepShares, "computed", lambda self, parts, num, _: computed(self, parts, num, num * 1e-3))
     tenants, begun = ("loud", "loud", "quiet"), list[Sequence]()
     asked = [submit(world, engine, LONG, tenant=tenant, prefill_chunk=4) for tenant in tenants]
     while len(begun) < len(asked):

@@ -452,17 +452,12 @@ def crowded(world: World) -> Iterator[Engine]:
     crowded.close()
 
 
-def submit_ahead(crowded: Engine, sequence: Sequence) -> Sequence:
-    sequence.runs_ahead = True
-    return crowded.submit(sequence)
-
-
 def test_a_tenant_with_one_long_text_has_more_than_one_with_two_short_ones(world: World, crowded: Engine) -> None:
     """The long text has 8 of 20 pages, and each short one counts as one slot: an eighth."""
     params = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
     texts = (b"abc", "short"), (b"abc ab c" * 14, "long"), (b"cab", "short"), (b"bac", "short")
     cases = [Case(tenant, tuple(text), params) for text, tenant in texts]
-    asked = [submit_ahead(crowded, make_sequence(world, case, Way(), tenant=case.name)) for case in cases]
+    asked = [crowded.submit(make_sequence(world, case, Way(), tenant=case.name)) for case in cases]
     while not all(sequence.has_slot for sequence in asked):
         crowded.step()
     assert crowded._slots.preempt_one()
@@ -474,7 +469,7 @@ def test_a_tenant_with_one_long_text_has_more_than_one_with_two_short_ones(world
 def test_an_engine_counts_the_preemptions_of_all_its_answers(world: World, crowded: Engine) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
     cases = [Case(str(index), tuple(b"abc" * (index + 1)), params) for index in range(3)]
-    asked = [submit_ahead(crowded, make_sequence(world, case, Way())) for case in cases]
+    asked = [crowded.submit(make_sequence(world, case, Way())) for case in cases]
     for _ in range(4):
         crowded.step()
         assert crowded._slots.preempt_one()

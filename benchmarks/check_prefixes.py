@@ -67,7 +67,7 @@ class _Worker:
         return {"token_ids": found.token_ids, "disk_tokens": found.disk_tokens}
 
     def counts(self) -> dict[str, Any]:
-        return vars(self._llm._opened.engine.prefixes.counts)
+        return vars(self._llm.host.engine.prefixes.counts)
 
     def close(self) -> None:
         self._llm.close()

@@ -101,7 +101,7 @@ def sequences(
         question = f"Do something with {rng.choice(_WORDS)} and {rng.choice(_WORDS)}."
         messages = [{"role": "user", "content": question}]
         ask = Ask([messages], [params], options, token_ids=llm.tokenizer.encode_chat(messages))
-        yield number, llm._opened.requests.sequence(ask)
+        yield number, llm.host.requests.sequence(ask)
 
 
 def count(counts: Counter[str], request: dict[str, Any], result: GenerationResult) -> None:
@@ -123,7 +123,7 @@ def main() -> int:
     llm = LLM(options.model, threads=options.threads, max_seq_len=1_024)
     counts, wrong, asked = Counter[str](), list[dict[str, Any]](), dict[int, dict[str, Any]]()
     found = sequences(llm, range(options.first, options.first + options.count), options.seed, asked)
-    for number, result in answer_all(llm._opened.loop, found, BATCH_SIZE):
+    for number, result in answer_all(llm.host.loop, found, BATCH_SIZE):
         request = asked.pop(number)
         count(counts, request, result)
         if here := problems(request, result):

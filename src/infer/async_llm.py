@@ -397,4 +397,4 @@ class AsyncLLM:
     @property
     def host(self) -> Host:
         """The loaded model with its engine, for servers. Raises ClosedError after `close`."""
-        return self.llm._opened
+        return self.llm.host

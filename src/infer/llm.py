@@ -175,7 +175,7 @@ class LLM(TextCalls):
         return f"LLM({self._shown}{', closed' if self._host is None else ''})"
 
     def __enter__(self) -> Self:
-        self._opened.loop.check_open()
+        self.host.loop.check_open()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -214,11 +214,12 @@ class LLM(TextCalls):
             >>> llm.trim() >= 0  # bytes
             True
         """
-        host = self._opened
+        host = self.host
         return host.loop.run(host.engine.trim)
 
     @property
-    def _opened(self) -> Host:
+    def host(self) -> Host:
+        """The loaded model with its engine, for servers. Raises ClosedError after `close`."""
         if (host := self._host) is None:
             raise closed()
         host.loop.check_open()
@@ -227,12 +228,12 @@ class LLM(TextCalls):
     @property
     def model(self) -> Transformer:
         """The network. Raises ClosedError after `close`, like all members except `repr`."""
-        return self._opened.model
+        return self.host.model
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
-        return self._opened.tokenizer
+        return self.host.tokenizer
 
     @property
     def architecture(self) -> Architecture:
@@ -252,7 +253,7 @@ class LLM(TextCalls):
     @property
     def prompt_names(self) -> tuple[str, ...]:
         """Names of the prompts that the model's files have for `embed`."""
-        return tuple(self._opened.facts.heads.prompts.by_name)
+        return tuple(self.host.facts.heads.prompts.by_name)
 
     @property
     def system_fingerprint(self) -> str:
@@ -260,7 +261,7 @@ class LLM(TextCalls):
 
         If two fingerprints are equal, answers to the same request are equal.
         """
-        return self._opened.system_fingerprint
+        return self.host.system_fingerprint
 
     def default_params(self, *, is_chat: bool = False) -> SamplingParams:
         """Return the parameters of a call without params.
@@ -374,7 +375,7 @@ class LLM(TextCalls):
             ' Paris'
             '.'
         """
-        host, ask = self._opened, Ask.of(prompt, params, options, keywords)
+        host, ask = self.host, Ask.of(prompt, params, options, keywords)
         return host.loop.stream(host.requests.sequence(ask), on_prefill)
 
     def astream(self, prompt: Prompt, params: Params | None = None, **keywords: Any) -> AsyncStream:
@@ -394,7 +395,7 @@ class LLM(TextCalls):
             ' Paris'
             '.'
         """
-        host, ask = self._opened, Ask.of(prompt, params, keywords.pop("options", None), keywords)
+        host, ask = self.host, Ask.of(prompt, params, keywords.pop("options", None), keywords)
         return host.loop.astream(partial(host.requests.sequence, ask))
 
     def generate_all(
@@ -430,7 +431,7 @@ class LLM(TextCalls):
             >>> [result.text for result in results]
             [' or three-', ' and blue are']
         """
-        host = self._opened
+        host = self.host
         check_batch_size(host, batch_size)
         requests = list(host.requests.numbered(pairs_of(prompts, params), Ask.of((), None, options, keywords)))
         results = Results(len(requests), on_progress, on_result)
@@ -471,7 +472,7 @@ class LLM(TextCalls):
             {0: ' or three-', 1: ' and blue are'}
         """
         CALLBACK.check("on_error", on_error)
-        host = self._opened
+        host = self.host
         check_batch_size(host, batch_size)
         ask = Ask.of((), None, options, keywords)
         requests = host.requests.numbered(pairs_as_needed(prompts, params), ask, on_error)
@@ -524,7 +525,7 @@ class LLM(TextCalls):
             >>> "".join(piece.text for piece in llm.stream_chat(messages))
             'The capital of France is Paris.'
         """
-        host, ask = self._opened, Ask.of(messages, params, options, keywords, has_variables=True)
+        host, ask = self.host, Ask.of(messages, params, options, keywords, has_variables=True)
         return host.loop.stream(host.requests.sequence(ask), on_prefill)
 
     def session(
@@ -546,7 +547,7 @@ class LLM(TextCalls):
             >>> answers
             ['The capital of France is Paris.', 'The capital of Italy is Rome.']
         """
-        return begin_session(self._opened, system, tools, template_variables)
+        return begin_session(self.host, system, tools, template_variables)
 
     def load_session(self, path: str | Path) -> Session:
         """Return a session that `Session.save` wrote, in this process or in another one with the same model.

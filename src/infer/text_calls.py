@@ -24,7 +24,7 @@ class TextCalls(ABC):
 
     @property
     @abstractmethod
-    def _opened(self) -> Host:
+    def host(self) -> Host:
         """The loaded model with its engine. Raises ClosedError after `close`."""
 
     def prompt_logprobs(self, prompt: Prompt, *, num: int = 0) -> list[TokenLogprob | None]:
@@ -47,7 +47,7 @@ class TextCalls(ABC):
             >>> [each and each.rank for each in llm.prompt_logprobs("The capital of France is Paris.")]
             [None, 2923, 1, 2, 1, 1, 1]
         """
-        return prompt_logprobs(self._opened, prompt, num=num).run()
+        return prompt_logprobs(self.host, prompt, num=num).run()
 
     def sample_trace(
         self,
@@ -80,7 +80,7 @@ class TextCalls(ABC):
             >>> trace.chosen.text, round(trace.chosen.probabilities[0], 2)
             (' Paris', 0.77)
         """
-        host, ask = self._opened, Ask.of(prompt, params, options, keywords)
+        host, ask = self.host, Ask.of(prompt, params, options, keywords)
         return trace_token(host, replace(ask, token_ids=prompt_ids), step, num_candidates)
 
     def embed(
@@ -122,7 +122,7 @@ class TextCalls(ABC):
             (torch.Size([2, 576]), 0)
         """
         options = VectorOptions(pooling, prompt_name, dimensions, normalize, truncate)
-        return embed(self._opened, texts, options).run()
+        return embed(self.host, texts, options).run()
 
     def rerank(
         self,
@@ -160,7 +160,7 @@ class TextCalls(ABC):
             >>> best[0].document
             'Cats sleep on roofs.'
         """
-        return rerank(self._opened, query, documents, top_n, instruction, truncate=truncate).run()
+        return rerank(self.host, query, documents, top_n, instruction, truncate=truncate).run()
 
     def classify(self, texts: Sequence[TextOrPair], *, truncate: bool = False) -> list[Classification]:
         """Return the labels of each text with their probabilities, the most probable first.
@@ -184,7 +184,7 @@ class TextCalls(ABC):
             >>> found.label, found.probability  # doctest: +SKIP
             ('negative', 0.93)
         """
-        return labels(self._opened, texts, truncate=truncate).run()
+        return labels(self.host, texts, truncate=truncate).run()
 
     def logits(self, token_ids: Sequence[int], *, last: int | None = None) -> Float[Tensor, "tokens vocab"]:
         """Return float32 logits after every token, or after the last few.
@@ -206,5 +206,5 @@ class TextCalls(ABC):
             >>> llm.tokenizer.decode([int(logits[-1].argmax())])
             ' Paris'
         """
-        host = self._opened
+        host = self.host
         return host.loop.call(logits_of(host, ids_to_score(host, token_ids), last)).get()

@@ -107,7 +107,7 @@ threading.Thread(target=answer).start()
 def test_a_model_that_is_dropped_with_an_open_stream_ends_its_thread(run: Run) -> None:
     code = """
 import gc
-thread, stream = llm._opened.loop.thread, llm.stream("abc", LONG)
+thread, stream = llm.host.loop.thread, llm.stream("abc", LONG)
 next(stream)
 del llm, stream
 gc.collect()
@@ -120,14 +120,14 @@ def test_the_program_ends_when_a_model_that_was_dropped_is_freed(run: Run) -> No
     """If the interpreter's end stops a thread while it frees memory, the process aborts."""
     code = """
 import gc, time
-close = llm._opened.engine.close
+close = llm.host.engine.close
 
 def slow_close():
     time.sleep(0.3)
     close()
     print("freed", flush=True)
 
-llm._opened.engine.close = slow_close
+llm.host.engine.close = slow_close
 del llm
 gc.collect()
 """

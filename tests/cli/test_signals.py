@@ -37,7 +37,7 @@ def handler(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def signal_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send the signal from the loop's thread, in the step with this number."""
-    engine, num_steps = llm._opened.engine, 0
+    engine, num_steps = llm.host.engine, 0
     launch = engine.launch
 
     def signalling_launch() -> Any:
@@ -45,7 +45,7 @@ def signal_in_step(llm: LLM, number: int, monkeypatch: pytest.MonkeyPatch) -> No
         num_steps += 1
         if num_steps == number:
             os.kill(os.getpid(), NUMBER)
-            assert llm._opened.loop.is_current
+            assert llm.host.loop.is_current
         return launch()
 
     monkeypatch.setattr(engine, "launch", signalling_launch)
@@ -64,9 +64,9 @@ def test_an_answer_lets_it_pass_and_the_next_one_is_right(llm: LLM, step: int, m
             signal_in_step(llm, step, patched)
             with pytest.raises(ValueError, match=r"\Astop\Z"):
                 ask("a", LONG)
-        assert not llm._opened.engine.sequences
+        assert not llm.host.engine.sequences
         assert llm.generate("a", LONG).token_ids == expected
-    assert llm._opened.loop.thread.failure is None
+    assert llm.host.loop.thread.failure is None
 
 
 def test_a_callback_lets_it_pass(llm: LLM) -> None:

@@ -39,14 +39,14 @@ def steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator["Steps"]:
     yield made
     made.may_run.set()
     until_idle(llm)
-    assert not llm._opened.engine.sequences
-    cache = llm._opened.runner.cache
+    assert not llm.host.engine.sequences
+    cache = llm.host.runner.cache
     llm.trim()
     assert cache.free_pages == cache.pool_pages
 
 
 def until_idle(llm: LLM) -> None:
-    loop = llm._opened.loop
+    loop = llm.host.loop
     loop.run(bool)  # the thread has read all earlier messages
     while loop.thread.answers:
         time.sleep(0.001)
@@ -60,7 +60,7 @@ class Steps:
         self.may_run = threading.Event()
         self.may_run.set()
         self.holds_after: Callable[[], object] = lambda: False
-        host = llm._opened
+        host = llm.host
         step = host.engine.step
 
         def watched_step() -> Any:
@@ -132,7 +132,7 @@ async def test_it_is_made_of_the_arguments_of_an_llm_and_closed(folder: Path) ->
 
 def test_results_come_as_they_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, progress = dict[int, list[int]](), list[tuple[int, int]]()
-    engine, step = llm._opened.engine, llm._opened.engine.step
+    engine, step = llm.host.engine, llm.host.engine.step
 
     def step_of_two() -> object:
         while len(engine.sequences) < 2 and not ended:
@@ -164,7 +164,7 @@ def test_a_refusal_is_raised_by_await(llm: LLM) -> None:
         check_refused(lambda: same.stream("hello", num_draft_tokens=0), "num_draft_tokens must be")
 
     run(ask)
-    assert not llm._opened.engine.sequences
+    assert not llm.host.engine.sequences
 
 
 # The loop
@@ -189,7 +189,7 @@ def test_nothing_is_prepared_on_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPat
     run(lambda: read(same.stream("hello", SHORT)))
     run(lambda: read(llm.astream("hello", SHORT)))
     assert threads == {"infer-prepare"}
-    assert len(llm._opened.loop._preparing._threads) <= 4
+    assert len(llm.host.loop._preparing._threads) <= 4
 
 
 @pytest.mark.parametrize("was_called", [False, True])
@@ -255,7 +255,7 @@ async def test_a_stream_that_is_left_frees_its_slot_when_the_step_has_ended(
     del stream
     gc.collect()
     num_steps = len(steps.num_of_step)
-    while len(llm._opened.loop.thread.answers) > 1:
+    while len(llm.host.loop.thread.answers) > 1:
         await asyncio.sleep(0)
     assert sum(number > 1 for number in steps.num_of_step[num_steps:]) <= 3
     assert len(await read(other)) == 119
@@ -321,7 +321,7 @@ async def test_slow_schemas_do_not_delay_a_plain_request(llm: LLM, monkeypatch: 
 
 @in_event_loop
 async def test_a_stream_that_two_tasks_begin_has_one_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = llm._opened.loop
+    loop = llm.host.loop
     monkeypatch.setattr(loop, "submit", submit := Mock(wraps=loop.submit))
     stream = AsyncLLM(llm).stream("hello", LONG)
     await asyncio.gather(stream.begin(), stream.begin())
@@ -373,8 +373,8 @@ def test_a_task_that_is_cancelled_before_its_request_is_ready_computes_nothing(
         await asyncio.to_thread(until_idle, llm)
 
     run(ask)
-    llm._opened.loop._preparing.shutdown()  # all preparing threads have ended
-    llm._opened.loop._preparing = ThreadPoolExecutor(4)
+    llm.host.loop._preparing.shutdown()  # all preparing threads have ended
+    llm.host.loop._preparing = ThreadPoolExecutor(4)
     assert len(preparing) == max(1, num_before), "what waits in the queue is not begun"
     assert not following.called, "and the next stage is left out"
     assert steps.num_of_step == []
@@ -424,7 +424,7 @@ async def test_a_stream_gives_all_that_has_come_at_once(llm: LLM, steps: Steps) 
     stream = await AsyncLLM(llm).stream("hello", SHORT).begin()
     while not stream.sequence.has_ended:
         await asyncio.sleep(0.01)
-    await asyncio.to_thread(llm._opened.loop.run, bool)  # the thread has done all that belongs to the last step
+    await asyncio.to_thread(llm.host.loop.run, bool)  # the thread has done all that belongs to the last step
     pieces = await stream.take()
     assert [piece.token_id for piece in pieces] == expected.token_ids
     assert await stream.take() == []

@@ -60,12 +60,12 @@ def test_prompts_are_taken_when_there_is_room_for_them_and_results_come_as_they_
         assert result.token_ids == expected[index % len(PROMPTS)]
         assert len(taken) - count <= 2 * 3, "those that are answered, and as many that wait for their turn"
     found.close()  # type: ignore[attr-defined]  # it is a generator
-    assert not llm._opened.engine.sequences, "what was under way has ended"
+    assert not llm.host.engine.sequences, "what was under way has ended"
 
 
 def test_a_prompt_that_cannot_be_answered_is_named_when_its_turn_comes(llm: LLM) -> None:
     check_refused(lambda: list(llm.generate_iter(iter(["a", [10**6]]), GREEDY, batch_size=1)), "prompt 1: ")
-    assert not llm._opened.engine.sequences
+    assert not llm.host.engine.sequences
     check_refused(lambda: llm.generate_iter("abc", GREEDY), "prompts must be a list or an iterable")
     check_refused(lambda: llm.generate_iter(["a"], GREEDY, batch_size=65), "batch_size must be")
 

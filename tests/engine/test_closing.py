@@ -40,7 +40,7 @@ def llm(folder: Path) -> LLM:
 
 def is_idle(llm: LLM) -> bool:
     """Return True if no answer is active and none holds a slot."""
-    engine = llm._opened.engine
+    engine = llm.host.engine
     return not engine.sequences and not list(engine._slots.sequences)
 
 
@@ -184,7 +184,7 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
         next(stream)
     for session in sessions:
         session.append("hello")
-    lengths = llm._opened.runner.lengths
+    lengths = llm.host.runner.lengths
     assert sum(length > 0 for length in lengths) >= 12
     for stream in streams:
         with stream:
@@ -194,7 +194,7 @@ def test_a_burst_of_answers_leaves_nothing(llm: LLM) -> None:
     del stream, session, streams, sessions
     assert llm.generate("hello", SHORT).token_ids
     llm.trim()
-    cache = llm._opened.runner.cache
+    cache = llm.host.runner.cache
     cache.check_integrity()
     assert (any(lengths), cache.free_pages) == (False, cache.pool_pages)
 
@@ -217,7 +217,7 @@ def test_scores_are_computed_between_steps_and_again_where_others_took_their_slo
     llm = LLM(folder)
     monkeypatch.setattr("infer.engine.texts.token_trace.step_tokens", lambda host: 16)
     token_ids = [5 + index % 50 for index in range(300)]
-    expected, engine, num_turns = llm.prompt_logprobs(token_ids, num=2), llm._opened.engine, 0
+    expected, engine, num_turns = llm.prompt_logprobs(token_ids, num=2), llm.host.engine, 0
     change = engine.change
 
     def change_and_trim(lease: Any, compute: Any) -> Any:
@@ -241,7 +241,7 @@ def test_a_closed_model_refuses_every_call_in_one_line(folder: Path) -> None:
     said = session.messages
     open_stream = session.stream("hello", LONG)
     next(open_stream)
-    model, cache = weakref.ref(llm.model), weakref.ref(llm._opened.runner.cache)
+    model, cache = weakref.ref(llm.model), weakref.ref(llm.host.runner.cache)
     with llm as same:
         assert same is llm
     llm.close()
@@ -292,9 +292,9 @@ def test_a_closed_session_gives_its_slot_back(llm: LLM) -> None:
     with llm.session() as session:
         session.append("hello")
         slot = session._cache.lease.slot
-        assert llm._opened.runner.lengths[slot] == 5
+        assert llm.host.runner.lengths[slot] == 5
     llm.trim()
-    assert llm._opened.runner.lengths[slot] == 0
+    assert llm.host.runner.lengths[slot] == 0
     session.close()
     kept = llm.session()
     kept.append("hello")

@@ -220,4 +220,4 @@ def test_a_head_that_does_not_fit_is_left_out(headed: Path, monkeypatch: pytest.
     monkeypatch.setattr(DraftPlan, "num_bytes", lambda plan, load: 1 << 60)
     with LLM(headed) as llm:
         assert llm.generate("The", temperature=0, max_new_tokens=3).stats.drafts_proposed == 0
-        assert not llm._opened.has_draft_head
+        assert not llm.host.has_draft_head

@@ -67,7 +67,7 @@ def test_a_model_without_captures_gives_the_same_bits(folder: Path, llm: LLM) ->
 
 
 def test_steps_are_as_short_as_the_engine_s_while_it_answers(llm: LLM) -> None:
-    host = llm._opened
+    host = llm.host
     assert text_states.step_tokens(host) == STEP_TOKENS
     with llm.stream("hello", GREEDY) as stream:
         next(stream)
@@ -126,7 +126,7 @@ def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -
     folder = make_model(tmp_path, context=6400)
     many, one = [f"{'begin ' * 200}{number}" for number in range(3)], ["y" * 6400]
     with LLM(folder) as llm:
-        host, expected = llm._opened, {len(texts): llm.embed(texts, "last") for texts in (many, one)}
+        host, expected = llm.host, {len(texts): llm.embed(texts, "last") for texts in (many, one)}
 
         def begun(texts: list[str], num_steps: int) -> Work[None]:
             task = embed(host, texts, VectorOptions("last"))
@@ -142,7 +142,7 @@ def test_a_call_that_was_abandoned_holds_no_memory_of_the_next(tmp_path: Path) -
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])  # with the last state, calls share the beginning of their texts
 def test_a_call_of_many_texts_lets_others_continue(llm: LLM, pooling: Any) -> None:
-    host, gate, ended = llm._opened, threading.Event(), list[str]()
+    host, gate, ended = llm.host, threading.Event(), list[str]()
     texts = {"many": [f"{'go on ' * 40}{number}" for number in range(40)]}
     texts["few"] = [f"{'go in ' * 40}{end}" for end in "ab"]
     expected = {name: torch.cat([llm.embed([text], pooling) for text in given]) for name, given in texts.items()}

@@ -207,7 +207,7 @@ def test_labels_of_texts_and_pairs_are_those_of_transformers(name: str, tmp_path
     expected = logits_of(name, model, tokenizer, given).softmax(-1)
     with LLM(tmp_path) as llm:
         torch.testing.assert_close(values_of(llm.classify(given), LABELS), expected, rtol=0, atol=1e-5)
-        assert llm._opened.facts.heads.reranker is None
+        assert llm.host.facts.heads.reranker is None
     assert expected.std(0).min() > 0.003
 
 
@@ -368,7 +368,7 @@ def test_explain_says_what_an_encoder_is_for(labels: tuple[str, ...], use: str, 
 
 
 def test_other_calls_continue_between_the_heads_of_two_texts(ranker: LLM) -> None:
-    host = ranker._opened
+    host = ranker.host
     task = score_pairs(host, PAIRS)
 
     def counted(work: Work[list[Any]]) -> Work[int]:

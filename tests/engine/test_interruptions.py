@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG, SHORT = (SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True) for count in (200, 8))
 LETTERS = replace(SHORT, allowed_token_ids=list(b"abcdefgh"))
 llm = LLM(sys.argv[1], threads=2)
-host = llm._opened
+host = llm.host
 expected = {params: llm.generate("abc", params).token_ids for params in (LONG, SHORT)}
 
 def interrupts(call):

@@ -58,7 +58,7 @@ def key(result: GenerationResult) -> tuple[Any, ...]:
 
 def watch_steps(llm: LLM) -> None:
     """Check the cache after each step."""
-    host, step = llm._opened, llm._opened.engine.step
+    host, step = llm.host, llm.host.engine.step
 
     def watched_step() -> Any:
         outputs = step()
@@ -71,7 +71,7 @@ def watch_steps(llm: LLM) -> None:
 async def answer_together(llm: AsyncLLM) -> None:
     """Answer six requests that arrive before the first step: with eight pages some of them are preempted."""
     have_come = threading.Event()
-    llm.llm._opened.loop.call(once(have_come.wait, 30))
+    llm.llm.host.loop.call(once(have_come.wait, 30))
     prompts = [(SHARED * 2)[:number] for number in range(56, 62)]
     streams = [await llm.stream(prompt, LONG).begin() for prompt in prompts]
     have_come.set()
@@ -126,13 +126,13 @@ def test_every_answer_under_load_is_as_alone(
             assert key(llm.generate(prompt, params, **options)) == wanted
 
     in_threads(partial(in_thread, index) for index in range(3))
-    num_before = llm._opened.engine.snapshot().num_preemptions
+    num_before = llm.host.engine.snapshot().num_preemptions
     asyncio.run(answer_together(same))
-    until_idle(llm._opened.loop)
-    assert llm._opened.engine.snapshot().num_preemptions > num_before or "pool_pages" not in settings
-    assert not llm._opened.engine.sequences
+    until_idle(llm.host.loop)
+    assert llm.host.engine.snapshot().num_preemptions > num_before or "pool_pages" not in settings
+    assert not llm.host.engine.sequences
     llm.trim()
-    cache = llm._opened.runner.cache
+    cache = llm.host.runner.cache
     assert cache.free_pages == cache.pool_pages or "reuse_prefixes" in settings
     llm.close()
 
@@ -161,7 +161,7 @@ from pathlib import Path
 from infer import AsyncLLM, SamplingParams
 from infer.system.available_memory import give_back_freed
 llm, total = AsyncLLM(sys.argv[1], threads=1, pool_pages=8), int(sys.argv[2])  # so many are preempted
-host, draw = llm.llm._opened, random.Random(1)
+host, draw = llm.llm.host, random.Random(1)
 forms = [{}, {"logprobs": 1}, {"repetition_penalty": 1.2}, {"regex": "[a-f]{40}"}]
 
 async def ask():

@@ -148,7 +148,7 @@ def test_pages_that_do_not_fit_the_pool_are_read_again(folder: Path) -> None:
         held.append(PROMPT[100:200])  # two of the four pages
         result = llm.generate(PROMPT, GREEDY)
         assert result.token_ids == plain
-        llm._opened.runner.cache.check_integrity()
+        llm.host.runner.cache.check_integrity()
 
 
 def test_concurrent_and_cancelled_prompts_find_the_stored_pages(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_disk_that_is_slower_than_the_model_is_left(
     monkeypatch.setattr("infer.engine.prefixes.prefix_disk._SLICE_BYTES", 1)  # a page at a time
     for seconds, num_loaded in ((60.0, 192), (1e-9, 64), (0.0, 192)):
         with LLM(folder, prefix_disk="1GB") as llm:
-            prefixes = llm._opened.engine.prefixes
+            prefixes = llm.host.engine.prefixes
             monkeypatch.setattr(prefixes, "seconds_to_compute", lambda num_tokens, start, found=seconds: found)
             result = llm.generate(PROMPT, GREEDY)
         assert (result.token_ids, result.disk_tokens) == (plain, num_loaded)

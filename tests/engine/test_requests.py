@@ -114,7 +114,7 @@ def test_the_answers_room_is_its_limit_and_half_of_the_context_at_most(llm: LLM,
     params = SamplingParams(max_new_tokens=limit)
     ids = list(range(10_000))
     for begins_with, kept in ((None, ids[-(CONTEXT - room) :]), (0, [0, *ids[len(ids) - (CONTEXT - room) + 1 :]])):
-        limits = llm._opened.requests.limits._replace(bos_token_id=begins_with)
+        limits = llm.host.requests.limits._replace(bos_token_id=begins_with)
         found = fitted(ids, list, limits, params, "truncate_left")
         assert found[:2] == (kept, 10_000 - len(kept)), "BOS stays"
 
@@ -224,7 +224,7 @@ def test_either_grammar_backend_holds_answers_and_sessions(folder: Path, backend
         for result in (llm.generate("ab", **values), llm.session().send("ab", **values)):
             assert isinstance(json.loads(result.text)["a"], bool)
     assert llm.generate("ab", choice=["yes", "no"], max_tokens=9).text in ("yes", "no")
-    assert llm._opened.requests._compiler.backend == backend
+    assert llm.host.requests._compiler.backend == backend
 
 
 # Refused calls, in a process without the tests' hook, and their one line

@@ -346,7 +346,7 @@ def failing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Session
     llm = LLM(folder, chat_template="{{ messages[-1].content }}")
     session = llm.session()
     session.append("abc")
-    llm._opened.loop.run(setattr, llm._opened.engine, "launch", Mock(side_effect=RuntimeError("planted")))
+    llm.host.loop.run(setattr, llm.host.engine, "launch", Mock(side_effect=RuntimeError("planted")))
     return llm, session
 
 

@@ -67,7 +67,7 @@ def set_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def state_pages(llm: LLM) -> int:
-    return llm._opened.runner.cache.pool_pages[-1]
+    return llm.host.runner.cache.pool_pages[-1]
 
 
 def test_states_take_a_share_and_the_minimum_opens(folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_states_take_a_share_and_the_minimum_opens(folder: Path, large: LLM, mon
     for spare in (0, 80_000_000, 800_000_000):
         set_available(monkeypatch, needed + spare)
         found[spare] = state_pages(LLM(folder))
-    page_bytes = large._opened.runner.cache.memory.page_bytes(large._opened.runner.cache.groups[-1])
+    page_bytes = large.host.runner.cache.memory.page_bytes(large.host.runner.cache.groups[-1])
     assert 5 <= found[0] < found[80_000_000] < found[800_000_000]
     for spare, count in found.items():
         assert count * page_bytes <= 5 * page_bytes + (needed + spare) / 8 + 2**20
@@ -104,7 +104,7 @@ def test_requests_wait_for_states_with_equal_answers(folder: Path, large: LLM, m
             result = session.send(text, SAMPLED)
             prompt = session.token_ids[: -len(result.token_ids)]
             assert large.generate(prompt, SAMPLED).token_ids == result.token_ids
-    small._opened.runner.cache.check_integrity()
+    small.host.runner.cache.check_integrity()
 
 
 @pytest.mark.slow(cases=1)
@@ -135,14 +135,14 @@ def test_the_estimate_is_what_the_smallest_cache_allocates(folder: Path, capsys:
     for each in ([], arguments):
         assert main(["estimate", str(folder), "--json", *each]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert LLM(folder, **options)._opened.runner.cache.num_bytes == report["cache_bytes"]
+        assert LLM(folder, **options).host.runner.cache.num_bytes == report["cache_bytes"]
 
 
 def test_the_first_penalty_on_a_gpu_uses_the_history_that_the_load_has_allocated(
     folder: Path, large: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = LLM(folder, capture=False)
-    runner, params = small._opened.runner, replace(SAMPLED, repetition_penalty=1.4)
+    runner, params = small.host.runner, replace(SAMPLED, repetition_penalty=1.4)
     wanted = [large.generate(prompt, params).token_ids for prompt in PROMPTS[:2]]
     with monkeypatch.context() as within:
         within.setattr("infer.models.transformer.Transformer.device", torch.device("meta"))
@@ -283,13 +283,13 @@ def test_the_third_prompt_that_begins_alike_finds_a_state_without_a_template(bot
         result = llm.generate(prompt, PARAMS)
         check_cold(cold, prompt, result)
         check_reused(result, num_shared)
-        llm._opened.engine.runner.cache.check_integrity()
+        llm.host.engine.runner.cache.check_integrity()
 
 
 def test_a_short_prompt_and_a_template_that_refuses_have_no_checkpoints(tmp_path: Path) -> None:
     llm, cold = make_both(tmp_path, "states", REFUSING)
     for messages in (conversation(QUESTIONS[0]), [{"role": "user", "content": "short"}]):
-        assert llm._opened.requests.make(Ask([messages], [PARAMS]))[0].checkpoints == ()
+        assert llm.host.requests.make(Ask([messages], [PARAMS]))[0].checkpoints == ()
     result = llm.chat(conversation(QUESTIONS[0]), PARAMS)
     check_cold(cold, llm.tokenizer.encode_chat(conversation(QUESTIONS[0])), result)
 
@@ -301,7 +301,7 @@ def test_a_model_without_states_computes_no_checkpoints(tmp_path: Path, monkeypa
     for number, question in enumerate(QUESTIONS):
         result = llm.chat(conversation(question), PARAMS)
         check_reused(result, common_length(*prompts[:2]) if number else 0)
-        assert llm._opened.engine.runner.cache.num_matched == 0
+        assert llm.host.engine.runner.cache.num_matched == 0
 
 
 def test_qwen3_5_s_template_has_checkpoints_after_the_tools_and_before_the_generation_prompt(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_qwen3_5_s_template_has_checkpoints_after_the_tools_and_before_the_gener
     llm, _ = make_both(tmp_path, "states", QWEN35)
     tool = {"type": "function", "function": {"name": "look", "description": "Look. " * 30, "parameters": {}}}
     asks = [Ask([conversation(question)], [PARAMS], RequestOptions(tools=[tool])) for question in QUESTIONS[:2]]
-    (first,), (second,) = map(llm._opened.requests.make, asks)
+    (first,), (second,) = map(llm.host.requests.make, asks)
     num_shared = common_length(first.prompt_token_ids, second.prompt_token_ids)
     ending = list(b"\n<|im_start|>assistant\n<think>\n")
     end = len(first.prompt_token_ids) - len(ending) - 1

@@ -20,7 +20,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def until_idle(served: Served) -> None:
     """Wait until no sequence is active. Fails if one continues although no client waits for it."""
-    engine = served.state.llm().llm._opened.engine
+    engine = served.state.llm().llm.host.engine
     until(lambda: not engine.snapshot().sequences)
 
 

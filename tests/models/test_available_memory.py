@@ -84,7 +84,7 @@ def test_a_model_has_pages_for_as_many_contexts_as_fit_and_batches_wait_for_them
     for count, found in ((2.5, 2), (1.2, 1), (100, 8)):
         set_available(monkeypatch, int(count * row_bytes(llm, 400)))
         small = LLM(make_model(tmp_path), max_seq_len=400)
-        assert small._opened.runner.cache.pool_pages == [found * 7]
+        assert small.host.runner.cache.pool_pages == [found * 7]
         assert [result.token_ids for result in small.generate_all(prompts, params, batch_size=64)] == expected
 
 

@@ -245,7 +245,7 @@ def q8_context(llm: "infer.LLM") -> int | None:
     from infer.cli.bench.speed import token_bytes
     from infer.compute.kvcache.groups import q8_pays_from
 
-    model, settings = llm._opened.model, llm._opened.settings
+    model, settings = llm.host.model, llm.host.settings
     if model.device.type != "cpu" or settings.tensor_parallel > 1 or settings.cache.evicts:
         return None
     kv_type = model.kv_type if settings.cache.kv_type == "auto" else settings.cache.kv_type

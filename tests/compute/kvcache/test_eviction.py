@@ -179,7 +179,7 @@ def test_a_session_that_slid_for_want_of_memory_is_saved_and_loaded(
     set_available(monkeypatch, 1)
     session.save(tmp_path / "saved")
     loaded = llm.load_session(tmp_path / "saved")
-    cache, slots = llm._opened.runner.cache, [each._cache.lease.slot or 0 for each in (session, loaded)]
+    cache, slots = llm.host.runner.cache, [each._cache.lease.slot or 0 for each in (session, loaded)]
     assert loaded.num_cached_tokens == 110
     assert cache.groups[0].state(slots[1])._replace(first=0) == cache.groups[0].state(slots[0])
     assert (cache.groups[0].windows[slots] == WINDOW - PREFIX).all()

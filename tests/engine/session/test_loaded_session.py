@@ -117,7 +117,7 @@ def check(llm: LLM, length: int, calls: list[tuple[str, int]], path: Path) -> No
             session.save(path)
             session = session.fork() if name == "fork" else llm.load_session(path)
         assert session.token_ids == ids
-        llm._opened.runner.cache.check_integrity()
+        llm.host.runner.cache.check_integrity()
     for each, its_ids in [*left, (session, ids)]:
         answer(each, its_ids, KINDS[1])
 
@@ -161,7 +161,7 @@ def test_a_file_has_no_more_of_a_window_than_its_last_tokens_see(base: Path, tmp
         session = llm.session()
         session.append(make_ids(count))
         session.save(tmp_path / "session")
-        stored = llm._opened.runner.cache.export_row(session._cache.lease.slot or 0)
+        stored = llm.host.runner.cache.export_row(session._cache.lease.slot or 0)
         (shape,) = {tuple(tensor.shape[:2]) for name, tensor in stored if name != "states"}
         sizes.append(shape)
     assert sizes == [(2, 20 - 1 + SPARE_TOKENS)] * 2

@@ -109,7 +109,7 @@ def test_a_file_does_not_have_tokens_that_were_read_and_never_answered(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The turn is stopped within its prompt."""
-    contents, step = [], llm._opened.engine.step
+    contents, step = [], llm.host.engine.step
     for forgotten in ("a secret", "nothing that matters"):
         held, stop = len(talk.token_ids), threading.Event()
         stream = talk.stream(forgotten, GREEDY, prefill_chunk=3, cancel=stop)
@@ -120,7 +120,7 @@ def test_a_file_does_not_have_tokens_that_were_read_and_never_answered(
                 stop.set()
             return found
 
-        monkeypatch.setattr(llm._opened.engine, "step", step_until_stopped)
+        monkeypatch.setattr(llm.host.engine, "step", step_until_stopped)
         assert list(stream) == []
         assert len(talk.token_ids) < len(talk._cache.lease.token_ids) < stream.result.prompt_tokens
         talk.save(tmp_path / "talk")

@@ -178,7 +178,7 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
 
 
 def test_a_session_goes_on_after_a_fault_while_ids_are_appended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, runner = llm.session(), llm._opened.runner
+    session, runner = llm.session(), llm.host.runner
     session.append("hello")
     monkeypatch.setattr(runner, "_step_tokens", 4)
     forward = Mock(wraps=runner.forward, side_effect=[DEFAULT, MemoryError, *[DEFAULT] * 99])

@@ -315,7 +315,7 @@ def test_answers_of_a_dead_rank_print_nothing(world: World, monkeypatch: pytest.
         stream, session = llm.stream("abc abc", max_new_tokens=50, ignore_eos=True), llm.session()
         session.append([5, 6, 7])
         next(stream)
-        (process,) = llm._opened._ranks._processes
+        (process,) = llm.host._ranks._processes
         process.kill()
         for ask in (lambda: list(stream), lambda: llm.generate("abc"), lambda: session.append([8])):
             with pytest.raises(InferError, match="rank 1"):
@@ -352,7 +352,7 @@ def test_a_model_that_is_shared_out_answers_converses_and_is_closed(world: World
             session.save(path)
             found.append(loading.load_session(path).generate(**asked).token_ids)
         assert found == [found[0]] * 3
-        processes = two._opened._ranks._processes
+        processes = two.host._ranks._processes
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 

@@ -263,8 +263,8 @@ def test_limits_change_while_requests_are_served(folder: Path) -> None:
     with LLM(folder) as llm, serving(llm, model="tiny", slots=4) as served:
         for step_ms in (20, 20.5):
             served.state.change_limits({"slots": 2, "max_queue": 1, "step_ms": step_ms})
-        llm._opened.loop.run(bool)  # the engine has its limits before the next message
-        assert (llm._opened.engine.max_running, llm._opened.engine.scheduler.gap_seconds) == (2, 0.0205)
+        llm.host.loop.run(bool)  # the engine has its limits before the next message
+        assert (llm.host.engine.max_running, llm.host.engine.scheduler.gap_seconds) == (2, 0.0205)
         assert (served.state.settings.slots, served.state.door.settings.max_queue) == (2, 1)
     state = ServerState(ServerSettings())
     with pytest.raises(InvalidRequestError, match="port cannot be changed while requests are served: slots, step_ms"):

@@ -142,10 +142,10 @@ def test_each_choice_has_a_seed_of_its_own_that_gives_it_again(served: Served, l
 
 def test_a_prompt_is_computed_once_for_all_its_choices(served: Served, llm: LLM) -> None:
     messages = [{"role": "user", "content": "a long prompt that nobody else has sent, " * 5}]
-    before = llm._opened.engine.snapshot().reused_tokens
+    before = llm.host.engine.snapshot().reused_tokens
     usage = ask(served, CHAT, messages=messages, n=3, max_tokens=4)["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
-    assert llm._opened.engine.snapshot().reused_tokens - before == 2 * (usage["prompt_tokens"] // 64 * 64)
+    assert llm.host.engine.snapshot().reused_tokens - before == 2 * (usage["prompt_tokens"] // 64 * 64)
     again = ask(served, CHAT, messages=messages, max_tokens=4)["usage"]
     assert again["prompt_tokens_details"]["cached_tokens"] > 0
 
@@ -273,7 +273,7 @@ def test_a_choice_that_fails_lets_the_others_end_and_is_told_of_last(served: Ser
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_all_choices_end_with_their_client(served: Served, llm: LLM, monkeypatch: Any, is_streamed: bool) -> None:
     """The step that computes all choices waits until they are cancelled."""
-    engine, step, seen, all_seen = llm._opened.engine, llm._opened.engine.step, set[Any](), threading.Event()
+    engine, step, seen, all_seen = llm.host.engine, llm.host.engine.step, set[Any](), threading.Event()
 
     def waiting_step() -> Any:
         seen.update(engine.sequences)

@@ -53,7 +53,7 @@ guarded = served_model("llm", api_keys=KEYS, cors_origins=(f"app://other, {ORIGI
 @pytest.fixture
 def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Let each step take 50 ms until the event is set."""
-    engine, ended = llm._opened.engine, threading.Event()
+    engine, ended = llm.host.engine, threading.Event()
     step = engine.step
 
     def slow_step() -> Any:
@@ -221,7 +221,7 @@ def slow_request(*, stream: bool) -> bytes:
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream: bool) -> None:
-    engine = llm._opened.engine
+    engine = llm.host.engine
     with Connection(served.port) as connection:
         connection.send(slow_request(stream=stream))
         until(lambda: bool(engine.sequences))
@@ -271,13 +271,13 @@ def test_a_key_opens_every_route(guarded: Served, headers: dict[str, str]) -> No
 
 
 def test_keys_are_tenants_that_share_no_prefixes(guarded: Served, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, submit = list[Any](), llm._opened.engine.submit
+    requests, submit = list[Any](), llm.host.engine.submit
 
     def noting(sequence: Any, lease: Any) -> Any:
         requests.append(sequence.request)
         return submit(sequence, lease)
 
-    monkeypatch.setattr(llm._opened.engine, "submit", noting)
+    monkeypatch.setattr(llm.host.engine, "submit", noting)
     for key in KEYS:
         answer = guarded.client.post(PATH, json={"prompt": "hello"}, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 200
@@ -372,7 +372,7 @@ def test_metrics_are_shown_while_the_engine_hangs(llm: LLM) -> None:
     ended = threading.Event()
     with serving(llm) as served, ThreadPoolExecutor(1) as pool:
         before = metrics_of(served)["infer:max_num_requests_running{}"]
-        pool.submit(llm._opened.loop.run, lambda: ended.wait(20))
+        pool.submit(llm.host.loop.run, lambda: ended.wait(20))
         time.sleep(0.2)  # a snapshot is used again for a shorter time
         assert metrics_of(served)["infer:max_num_requests_running{}"] == before
         ended.set()
@@ -392,7 +392,7 @@ def test_the_process_is_measured_as_prometheus_client_does(served: Served) -> No
 
 
 def test_a_client_beyond_the_queue_is_told_to_return(llm: LLM, slow_steps: threading.Event, monkeypatch: Any) -> None:
-    monkeypatch.setattr(llm._opened.engine.scheduler, "_max_steps", 1)
+    monkeypatch.setattr(llm.host.engine.scheduler, "_max_steps", 1)
     with serving(llm, slots=1, max_queue=1) as served, ThreadPoolExecutor(2) as pool:
         body = {"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True}
         engine = served.state.llm().host.engine

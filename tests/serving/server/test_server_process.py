@@ -36,7 +36,7 @@ hangs, pace = "", 0.05
 def load(on_progress):
     from infer import LLM, AsyncLLM
     llm = LLM(sys.argv[1])
-    engine = llm._opened.engine
+    engine = llm.host.engine
     step = engine.step
     def slow_step():
         time.sleep(1000 if hangs == "step" else pace)

@@ -184,7 +184,7 @@ SHORT: dict[str, Any] = {"prompt": [7, 8], "max_tokens": 1}
 @pytest.fixture
 def slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let each step take 20 ms until the event is set. The door predicts more."""
-    engine, ended = llm._opened.engine, threading.Event()
+    engine, ended = llm.host.engine, threading.Event()
     step = engine.step
 
     def slow_step() -> Any:
@@ -236,7 +236,7 @@ def test_answers_are_counted_and_not_requests(llm: LLM, slow: threading.Event) -
     """Answers outside the engine count too: the second to the sixth one wait until the prompt is read."""
     with serving(llm, slots=2, max_queue=4) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG_BODY | {"n": 6})
-        until(lambda: bool(llm._opened.engine.sequences))
+        until(lambda: bool(llm.host.engine.sequences))
         told(post(served, SHORT))
         slow.set()
         assert (taken.result().status_code, post(served, SHORT | {"n": 6}).status_code) == (200, 200)
@@ -246,7 +246,7 @@ def test_other_fields_than_the_prompt_are_not_counted(llm: LLM, slow: threading.
     """While an answer is computed, a body of 60 kB has a prompt of two tokens."""
     with serving(llm, slots=4, max_ttft=5.0) as served, ThreadPoolExecutor(2) as pool:
         taken = [pool.submit(post, served, LONG_BODY | {"stop_token_ids": [9] * 20_000}) for _ in range(2)]
-        until(lambda: bool(llm._opened.engine.sequences))
+        until(lambda: bool(llm.host.engine.sequences))
         assert post(served, SHORT | {"stop_token_ids": [9] * 20_000}).status_code == 200
         slow.set()
         assert [each.result().status_code for each in taken] == [200, 200]
@@ -255,7 +255,7 @@ def test_other_fields_than_the_prompt_are_not_counted(llm: LLM, slow: threading.
 def test_a_prompt_does_not_wait_for_itself(llm: LLM, slow: threading.Event) -> None:
     with serving(llm, slots=4, max_ttft=2.0) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG_BODY)
-        until(lambda: any(each.pieces for each in llm._opened.engine.sequences))
+        until(lambda: any(each.pieces for each in llm.host.engine.sequences))
         assert post(served, SHORT | {"prompt": list(range(5, 105))}).status_code == 200  # 5 s at 50 ms a token
         slow.set()
         assert taken.result().status_code == 200
@@ -266,7 +266,7 @@ def test_refused_clients_are_told_to_come_back_one_by_one(llm: LLM, slow: thread
     now = time.monotonic()
     with serving(llm, slots=1, max_ttft=0.5) as served, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(post, served, LONG_BODY)
-        until(lambda: bool(llm._opened.engine.sequences))
+        until(lambda: bool(llm.host.engine.sequences))
         monkeypatch.setattr(served.state.door, "_clock", lambda: now)
         seconds = [told(post(served, LONG_BODY | {"max_tokens": 20, "seed": seed})) for seed in range(3)]
         slow.set()

@@ -201,8 +201,8 @@ def test_an_answer_that_is_cut_has_the_beginning_of_its_call(llm: LLM) -> None:
 
 def test_a_state_made_again_from_the_ids_is_the_same(llm: LLM) -> None:
     asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "tool_format": "hermes"}
-    sequence = llm._opened.requests.sequence(Ask([ASKED], (), RequestOptions(**asked), SAMPLED))
-    llm._opened.loop.stream(sequence).run(None)
+    sequence = llm.host.requests.sequence(Ask([ASKED], (), RequestOptions(**asked), SAMPLED))
+    llm.host.loop.stream(sequence).run(None)
     before: list[Piece] = list(sequence.pieces)
     again = Sequence(sequence.request)
     for piece in before:

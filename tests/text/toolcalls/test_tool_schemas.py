@@ -98,7 +98,7 @@ def test_several_calls_of_a_named_tool_are_made_when_they_are_asked_for(llm: LLM
 def test_a_part_of_a_schema_that_cannot_be_built_is_dropped_with_a_warning(llm: LLM, name: str, form: str) -> None:
     parameters, place, reason = BAD[name]
     asked: dict[str, Any] = {"tool_choice": "f", "tool_format": form, "chat_template": NAMES_TOOLS, "seed": 1}
-    llm._opened.requests._warned.clear()
+    llm.host.requests._warned.clear()
     with pytest.warns(SchemaWarning, match="tool 'f'"):
         result = llm.chat(ASKED, tools=[tool(parameters)], **asked, **SAMPLED)
     assert [call.name for call in result.tool_calls] == ["f"]
@@ -139,7 +139,7 @@ def test_a_tool_that_is_never_called_refuses_nothing(llm: LLM) -> None:
 
 
 def test_the_template_is_shown_the_schema_as_it_was_given(llm: LLM) -> None:
-    llm._opened.requests._warned.clear()
+    llm.host.requests._warned.clear()
     session = llm.session(tools=[tool(BAD["look-around"][0])], chat_template=SHOWS_TOOLS)
     with session:
         with pytest.warns(SchemaWarning, match="look-around"):
@@ -203,7 +203,7 @@ def past(arguments: Any) -> list[dict[str, Any]]:
 def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:
     asked: dict[str, Any] = {"tools": [tool({"properties": {"a": TEXT}})], "tool_format": form, "seed": 1}
     asked["max_new_tokens"] = 1
-    llm._opened.requests._warned.clear()
+    llm.host.requests._warned.clear()
     with pytest.warns(MessageWarning, match=r"messages\[1\].tool_calls\[0\].*INVALID_JSON"):
         result = llm.chat(past('{"a": "Pa'), **asked)
     assert len(result.warnings) == 1

@@ -187,7 +187,7 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
         line.close()
         writer.write(text)
 
-    host = llm._opened
+    host = llm.host
     with cancel_on_signal() as cancellation, closing(line):
         asked = replace(asked, options=replace(asked.options, cancel=cancellation.event))
         result = host.loop.stream(host.requests.sequence(asked), line.show).run(on_token)

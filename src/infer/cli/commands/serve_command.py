@@ -166,17 +166,17 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
     yield f"model    {settings.model}: {llm!r}"
     yield f"slots    {settings.slots}; {settings.max_queue} may wait, at most {settings.max_ttft:g} s for a first token"
     if not llm.architecture.reads_whole_texts:
-        yield f"memory   {sum(llm._opened.runner.cache.pool_pages):,} pages of 64 tokens of keys and values"
+        yield f"memory   {sum(llm.host.runner.cache.pool_pages):,} pages of 64 tokens of keys and values"
         if context := q8_context(llm):
             yield f"q8       {q8_remark(context)}"
-        if (num_bytes := llm._opened.settings.experts_memory) is not None:
+        if (num_bytes := llm.host.settings.experts_memory) is not None:
             yield f"experts  at most {num_bytes / 1e9:g} GB of them in memory (--experts-memory)"
-        if (draft := llm._opened.settings.draft_model) is not None:
+        if (draft := llm.host.settings.draft_model) is not None:
             yield f"drafts   {draft}, while they save time"
-        elif llm._opened.has_draft_head:
+        elif llm.host.has_draft_head:
             yield "drafts   by the model's own head, while they save time (--no-draft-head)"
-        num_bytes = llm._opened.settings.prefix_disk or 0
-        if (prefixes := llm._opened.engine.prefixes) is not None:
+        num_bytes = llm.host.settings.prefix_disk or 0
+        if (prefixes := llm.host.engine.prefixes) is not None:
             yield f"prefixes {prefixes.folder}, at most {num_bytes / 1e9:g} GB (--prefix-disk)"
     yield f"limits   body {settings.max_body_bytes:,} bytes, {settings.max_connections:,} connections"
     yield f"ends     with SIGTERM or Ctrl-C: answers have {settings.drain_seconds:g} s; a second one ends it now"

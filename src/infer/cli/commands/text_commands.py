@@ -169,7 +169,7 @@ def run_embed(model: "infer.LLM", texts: list[GivenText], options: EmbedOptions)
 
     normalize = False if options.no_normalize else None
     asked = VectorOptions(options.pooling, options.prompt_name, options.dimensions, normalize, options.truncate)
-    host, found = model._opened, list[torch.Tensor]()
+    host, found = model.host, list[torch.Tensor]()
     if not (options.quiet or host.facts.heads.embedder or options.pooling):
         note("the model was not trained for embeddings: the vectors are means of its states")
     with exit_on_signal(), Spinner("embedding") as spinner:

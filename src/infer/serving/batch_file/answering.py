@@ -46,7 +46,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
 
     Rows are read when there is room for them. Cancelled rows get no line.
     """
-    host, under_way = llm._opened, dict[int, Row]()
+    host, under_way = llm.host, dict[int, Row]()
 
     def sequences() -> Iterator[tuple[int, Sequence]]:
         for number, row in enumerate(answer_texts(llm, rows, settings, write)):
@@ -79,7 +79,7 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
         values = {"seed": served.seed, **settings.values, **without_zeros(values_from(row.values))}
         params = default_params(llm.sampling_defaults, values, is_chat=is_conversation(row.prompt))
         asked = Ask([row.prompt], [params], RequestOptions(**row.options))
-    return llm._opened.requests.sequence(replace(asked, options=replace(asked.options, cancel=settings.cancel)))
+    return llm.host.requests.sequence(replace(asked, options=replace(asked.options, cancel=settings.cancel)))
 
 
 def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: Write) -> Iterator[Row]:
@@ -117,7 +117,7 @@ def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> 
     if not rows:
         return
     try:
-        results = llm._opened.loop.call(together([(task, texts) for _, task, texts in rows])).get()
+        results = llm.host.loop.call(together([(task, texts) for _, task, texts in rows])).get()
     except InferError as error:
         if len(rows) > 1:
             for each in rows:
@@ -133,7 +133,7 @@ def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
-    host, body = llm._opened, row.body
+    host, body = llm.host, row.body
     if isinstance(body, EmbeddingsBody):
         if host.facts.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
@@ -152,7 +152,7 @@ def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Lin
     assert isinstance(body, TextsBody)
     if isinstance(body, EmbeddingsBody):
         result = result.numpy()
-    given = (result, classifier_of(llm._opened).labels) if isinstance(body, ClassifyBody) else (result,)
+    given = (result, classifier_of(llm.host).labels) if isinstance(body, ClassifyBody) else (result,)
     items = msgspec.to_builtins(body.items(*given))
     field = "results" if isinstance(body, RerankBody) else "data"
     warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from infer.engine.requests.draft_models import load_draft_model
+from infer.engine.requests.host import load_draft_model
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.from_checkpoint import load_checked

@@ -1,4 +1,7 @@
-"""A loaded model, and how it begins an answer, for threads and for event loops. `LLM` and its sessions share it."""
+"""A loaded model with its engine, as `LLM`, its sessions and servers share it, and the load of both and of its drafts.
+
+A draft model must have the vocabulary of the model. Without one, the model's own head drafts if its files have one.
+"""
 
 import hashlib
 import logging
@@ -10,18 +13,21 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
+import torch
+
+from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
 from infer.engine.requests.answer import once
-from infer.engine.requests.draft_models import load_draft_model, make_drafter
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_maker import RequestMaker
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.hidden_states import HiddenStates, TextEncoder
 from infer.engine.runner.runner import Runner, plan_rows
-from infer.engine.step.model_drafter import ModelDrafter
+from infer.engine.runner.token_states import HeadInput, TokenStates
+from infer.engine.step.model_drafter import FIRST_TOKENS, ModelDrafter
 from infer.engine.step.request import limits_of
 from infer.engine.step.sequence import Lease
 from infer.engine.tensor_parallel.leading import LeadingRunner
@@ -29,17 +35,20 @@ from infer.engine.tensor_parallel.ranks import Ranks, start_ranks
 from infer.errors import InvalidRequestError, closed
 from infer.files import Checkpoint
 from infer.files.generation_config import defaults_of
+from infer.files.tensors.lazy_weights import LazyWeights
 from infer.model_settings import ModelSettings
 from infer.models.compile_ahead import make_outline
-from infer.models.draft_plan import DraftPlan
-from infer.models.from_checkpoint import load_checked
-from infer.models.load import OnProgress
+from infer.models.draft_plan import DraftPlan, plan_draft
+from infer.models.from_checkpoint import load_checked, load_tokenizer
+from infer.models.load import OnProgress, load_transformer
+from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.transformer import Transformer
 from infer.text.templates.chat_template import start_rendering
 from infer.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
 log = logging.getLogger("infer.server")
+_MOST_UNSHARED = 64  # a vocabulary may have a 64th more tokens than the other, which are never drafted
 
 
 @final
@@ -70,8 +79,7 @@ class Host:
         else:
             slots = model.step_limits.logits
             drafter = None if draft is None else loop.run(make_drafter, *draft, model, slots, limits.vocab_size)
-            runner = loop.run(_make_runner, model, settings, ranks, drafter)
-            loop.run(_warm_up, runner, limits.vocab_size)
+            runner = loop.run(_make_runner, model, settings, ranks, drafter, limits.vocab_size)
             self.engine_if_any = Engine(runner, draft_model=drafter, prefixes=self._open_prefixes(runner))
             checkpoint_tokens = runner.checkpoint_tokens
         loop.own(self.engine_if_any, model.backend)
@@ -215,9 +223,9 @@ def _refusal_of(family: str, heads: TextHeads) -> str:
 
 
 def _make_runner(
-    model: Transformer, settings: ModelSettings, ranks: Ranks | None, drafter: ModelDrafter | None
+    model: Transformer, settings: ModelSettings, ranks: Ranks | None, drafter: ModelDrafter | None, vocab_size: int
 ) -> Runner:
-    """Return the runner of a model. For a head that drafts, it keeps the states of tokens."""
+    """Return the runner of a model, with recorded steps. For a head that drafts, it keeps the states of tokens."""
     reserved_bytes = 0 if drafter is None else drafter.unwritten_bytes
     limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages, reserved_bytes)
     options: dict[str, Any] = {"num_slots": limits.logits, "step_tokens": limits.tokens, "settings": plan.settings}
@@ -228,14 +236,91 @@ def _make_runner(
     runner = make(model, capacity=model.max_seq_len, **options)
     if isinstance(runner, LeadingRunner):
         runner.check_logits()
-    return runner
-
-
-def _warm_up(runner: Runner, vocab_size: int) -> None:
     started = time.perf_counter()
     if count := runner.warm_up(vocab_size):
         log.info("recorded %d steps for the device in %.1f s", count, time.perf_counter() - started)
+    return runner
 
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# Drafts
+
+
+def load_draft_model(
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    on_progress: OnProgress | None = None,
+) -> tuple[Transformer, DraftPlan] | None:
+    """Return the draft model that the settings name, or the model's own head. None if nothing drafts.
+
+    Raises InvalidRequestError if it cannot draft for the model, and ModelError if it is not usable or does not fit in
+    the memory that the model has left. A head that does not fit is left out.
+    """
+    if settings.device == "auto":
+        settings = replace(settings, device=model.backend.memory_rules)
+    if (plan := plan_draft(settings, checkpoint, model.max_seq_len)) is None:
+        return None
+    if plan.is_head:
+        return _load_head(settings, plan, model)
+    if model.architecture.reads_whole_texts:
+        raise InvalidRequestError(f"draft_model: {model.architecture.family} is an encoder and generates no text")
+    own = load_tokenizer(plan.checkpoint)
+    check_vocabularies(str(settings.draft_model), own, tokenizer)
+    return load_checked(plan.checkpoint.without_metadata(), own, plan.settings, on_progress), plan
+
+
+def _load_head(settings: ModelSettings, plan: DraftPlan, model: Transformer) -> tuple[Transformer, DraftPlan] | None:
+    """Return the model's own head, or None if it does not fit in the memory that the model has left."""
+    backend, own = model.backend, plan.settings
+    load = LoadSettings.of(own, backend.num_threads(), backend.memory_rules)
+    available, num_bytes = backend.available_bytes(), plan.num_bytes(load)
+    if available is not None and num_bytes > available:
+        log.warning("the model's head that drafts needs %d MB and is left out", num_bytes // 10**6)
+        return None
+    outline = make_outline(plan.architecture, plan.checkpoint.tensors, own)
+    with backend.compiling([outline]), backend.threads():
+        head = load_transformer(
+            plan.architecture,
+            LazyWeights(plan.checkpoint.tensors),
+            backend=backend,
+            dtype=None if own.dtype == "auto" else getattr(torch, own.dtype),
+            keep_floats_as=own.weights,
+            precision=own.precision,
+            max_seq_len=own.max_seq_len,
+            shared=model,
+        )
+    return head, plan
+
+
+def check_vocabularies(name: str, draft: Tokenizer, tokenizer: Tokenizer) -> None:
+    """Raise InvalidRequestError if an id stands for other bytes in the draft model's vocabulary."""
+    own, others = draft.token_bytes, tokenizer.token_bytes
+    differing = next((i for i, (left, right) in enumerate(zip(own, others, strict=False)) if left != right), None)
+    if differing is None and abs(len(own) - len(others)) * _MOST_UNSHARED <= len(others):
+        return
+    token = (
+        "" if differing is None else f", and token {differing} is {own[differing]!r:.40}, not {others[differing]!r:.40}"
+    )
+    raise InvalidRequestError(
+        f"draft_model={name!r:.200} has another vocabulary than the model: {len(own):,} tokens, not {len(others):,}"
+        f"{token}: name a smaller model of the same family"
+    )
+
+
+def make_drafter(
+    draft: Transformer, plan: DraftPlan, model: Transformer, num_slots: int, vocab_size: int
+) -> ModelDrafter:
+    """Return the drafter of a loaded draft model, with a cache for as many slots as its model has.
+
+    A head reads the states that the model's runner keeps for it, in `head_input.states`.
+    """
+    own = TokenStates(draft, 1) if plan.is_head else None
+    options: dict[str, Any] = {"num_slots": num_slots, "pool_pages": plan.pool_pages, "states": own}
+    runner = Runner(draft, draft.max_seq_len, capture=plan.settings.capture, settings=CacheSettings(), **options)
+    head_input = None if own is None else HeadInput(draft, TokenStates(model, FIRST_TOKENS), own)
+    return ModelDrafter(runner, vocab_size, head_input)

@@ -6,9 +6,10 @@ stage. Texts that fit one tile together go through all stages in one batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -18,9 +19,9 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import with_state_memory
 from infer.compute.kvcache.pages import num_pages
 from infer.compute.kvcache.text_cache import TextCache
-from infer.compute.operands.limits import MAX_STEP_TEXTS
+from infer.compute.operands.limits import MAX_STEP_TEXTS, StepLimits
 from infer.compute.operands.step import Chunk, Step
-from infer.engine.runner.runner import make_cache, record_step
+from infer.engine.runner.runner import Runner
 from infer.errors import InvalidRequestError
 from infer.models.memory.memory_budget import STATES_SHARE
 from infer.models.transformer import Transformer
@@ -42,20 +43,19 @@ class HiddenStates:
         shared = num_pages(min(capacity, MAX_SHARED_TOKENS), page_tokens)
         # A row copies the last page that it shares before it writes.
         pages = max(num_pages(capacity, page_tokens) + 1, 2 * self.max_texts + STEP_TOKENS // page_tokens + shared)
-        self._model, rows = model, self.max_texts + 1
+        # Steps have no logits: each token has the residual stream in their place.
+        limits = replace(model, step_limits=StepLimits(STEP_TOKENS, STEP_TOKENS))
+        options: dict[str, Any] = {"capture": capture, "settings": settings, "pool_pages": pages}
+        self._model = model
         try:
-            self._cache = make_cache(
-                model, capacity, rows, settings=settings, step_tokens=STEP_TOKENS, pool_pages=pages
-            )
+            self._runner = Runner(limits, capacity, num_slots=self.max_texts + 1, forward=model.residual, **options)
         except InvalidRequestError as error:
             if model.backend.computes_on_host:
                 raise
             why = f"vectors of texts need memory beside the pool, which has taken it: {error}"
             raise InvalidRequestError(f"{why}; load the model with fewer pool_pages") from error
         self._shared_row, self._shared = self.max_texts, list[int]()  # and its tokens
-        # A step without logits: its logits buffer is the residual stream.
-        limits = STEP_TOKENS, STEP_TOKENS
-        self._captured = record_step(model.residual, model.backend, self._cache, *limits) if capture else None
+        self._cache = self._runner.cache
 
     def share(self, beginning: Sequence[int], num_step_tokens: Callable[[], int]) -> Iterator[None]:
         """Compute the common beginning of the texts of the next call of `of`, unless the cache still has it.
@@ -69,7 +69,7 @@ class HiddenStates:
         self._shared = []
         self._cache.truncate(self._shared_row, 0)
         self._cache.set_rope(self._shared_row, is_long=False)
-        for _ in self._steps({self._shared_row: beginning}, 0, num_step_tokens):
+        for _ in self._steps({self._shared_row: beginning}, num_step_tokens):
             yield
         self._shared = list(beginning)
 
@@ -88,38 +88,31 @@ class HiddenStates:
                 self._cache.copy_row(row, self._shared_row)
             else:
                 self._cache.set_rope(row, is_long=self._model.is_long(len(text)))
-        yield from self._steps(dict(enumerate(texts)), num_shared, num_step_tokens)
+        yield from self._steps(dict(enumerate(texts)), num_step_tokens)
         for row in range(len(texts)):
             self._cache.truncate(row, 0)
         self._cache.give_back_free()
 
     def _steps(
-        self, texts: Mapping[int, Sequence[int]], start: int, num_step_tokens: Callable[[], int]
+        self, texts: Mapping[int, Sequence[int]], num_step_tokens: Callable[[], int]
     ) -> Iterator[list[tuple[int, Float[Tensor, "tokens hidden"]]]]:
-        """Compute the text of each row from the token `start` on, as `of` does."""
-        done, cache = dict.fromkeys(texts, start), self._cache
-        while any(done[row] < len(text) for row, text in texts.items()):
+        """Compute the tokens that the row of each text lacks, as `of` does."""
+        lengths = self._runner.lengths
+        while any(lengths[row] < len(text) for row, text in texts.items()):
             room, chunks = num_step_tokens(), list[Chunk]()
             for row, text in texts.items():
-                taken = text[done[row] : done[row] + room]
+                taken = text[lengths[row] : lengths[row] + room]
                 room -= len(taken)
                 if taken:
-                    cache.reserve(row, len(taken))
+                    self._cache.reserve(row, len(taken))
                     chunks.append(Chunk(row, taken, num_drafts=len(taken) - 1))
-            counts = [len(chunk.token_ids) for chunk in chunks]
-            states = self._run(Step.of_chunks(chunks, [done[chunk.slot] for chunk in chunks]))
-            for (row, *_), count in zip(chunks, counts, strict=True):
-                cache.commit(row, count)
-                done[row] += count
-            ends = accumulate(counts)
-            yield [(row, states[end - count : end]) for (row, *_), count, end in zip(chunks, counts, ends, strict=True)]
+            states = torch.split(self._run(chunks), [chunk.num_logits for chunk in chunks])
+            for chunk in chunks:
+                self._runner.commit(chunk.slot, chunk.num_logits)
+            yield [(chunk.slot, each) for chunk, each in zip(chunks, states, strict=True)]
 
-    def _run(self, step: Step) -> Float[Tensor, "tokens hidden"]:
-        if self._captured is None:
-            residual = self._model.residual(step.to(self._model.device), self._cache)
-        else:
-            residual = self._captured.run(step)
-        return self._model.final_norm(residual).float()
+    def _run(self, chunks: Sequence[Chunk]) -> Float[Tensor, "tokens hidden"]:
+        return self._model.final_norm(self._runner.forward(chunks)).float()
 
 
 def _max_texts(model: Transformer, settings: CacheSettings) -> int:

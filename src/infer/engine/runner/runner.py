@@ -51,11 +51,12 @@ class Runner:
         step_tokens: int | None = None,
         pool_pages: int | None = None,
         states: TokenStates | None = None,
+        forward: Callable[[Step, PagedCache], Tensor] | None = None,
     ) -> None:
         """Make the cache for slots of up to `capacity` tokens, of which one step runs at most `step_tokens` per slot.
 
         The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full. `states`
-        keeps those of committed tokens, if the device computes on the host.
+        keeps those of committed tokens, if the device computes on the host. `forward` replaces the model's own.
         """
         self.model, self._backend, self.num_slots = model, model.backend, num_slots
         self._step_tokens = step_tokens or model.step_limits.tokens
@@ -74,9 +75,14 @@ class Runner:
         self.checkpoint_tokens = cache.checkpoint_tokens if self.shares_prefixes else 0
         self._compression = PromptCompression(cache) if cache.settings.keeps_whole_prompts else None
         self.compresses_prompts = self._compression is not None  # once they are complete
-        limits = self._step_tokens, model.step_limits.logits
-        self._states, self._forward = states, model.forward if states is None else states.forward
-        self._captured = record_step(self._forward, model.backend, cache, *limits) if capture else None
+        self._states = states
+        self._forward = run = forward or (model.forward if states is None else states.forward)
+        self._captured: ops.Recorded | None = None
+        if capture:
+            cache.reserve(0, 1)  # for the step that is recorded and not run
+            limits = self._step_tokens, model.step_limits.logits
+            self._captured = model.backend.capture(lambda step: run(step, cache), *limits)
+            cache.truncate(0, 0)
 
     def warm_up(self, vocab_size: int) -> int:
         """Record steps before the first request, if the device compiles kernels for them, and return their number.
@@ -294,20 +300,6 @@ def plan_rows(model: Transformer, settings: CacheSettings, pool_pages: int | Non
     layers = model.architecture.cached_mixers if model.backend.computes_on_host else model.own_mixers
     budget = _budget_of(model, layers, settings, model.step_limits, num_tokens=model.max_seq_len, pool_pages=pool_pages)
     return budget.planned(model.backend.available_bytes(), reserved)
-
-
-def record_step(
-    forward: Callable[[Step, PagedCache], Tensor],
-    backend: ops.Backend,
-    cache: PagedCache,
-    num_tokens: int,
-    num_logits: int,
-) -> ops.Recorded | None:
-    """Return `forward` over an empty cache, recorded for steps up to these sizes. None if nothing is recorded."""
-    cache.reserve(0, 1)  # for the step that is recorded and not run
-    recorded = backend.capture(lambda step: forward(step, cache), num_tokens, num_logits)
-    cache.truncate(0, 0)
-    return recorded
 
 
 def _budget_of(

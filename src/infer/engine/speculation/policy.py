@@ -5,6 +5,7 @@ The number follows from measured step times and the rate of right guesses. Loads
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, log
 from typing import NamedTuple, Protocol, final, runtime_checkable
@@ -27,6 +28,7 @@ class Guess(NamedTuple):
 
 
 @final
+@dataclass(frozen=True)
 class Priors:
     """Rates of right guesses by confidence, until rates are measured.
 
@@ -34,25 +36,10 @@ class Priors:
     is below the first of `shares`, below the second, or higher.
     """
 
-    def __init__(
-        self,
-        shares: tuple[float, float],
-        rates: Mapping[int, tuple[float, float, float]],
-        *,
-        share: float = 0.3,
-        is_steady: bool = False,
-    ) -> None:
-        """Begin with `rates`, which are by the first confidence of each range, in increasing order.
-
-        `share` is the expected share of right guesses. `is_steady` is True if a drafter's confidence never changes.
-        """
-        self.shares, self._starts = shares, tuple(rates)
-        self.share, self.is_steady = share, is_steady
-        self.rates: tuple[tuple[float, ...], ...] = tuple(zip(*rates.values(), strict=True))  # by share, then by range
-
-    def range_of(self, confidence: int) -> int:
-        """Return the index of the range of a confidence."""
-        return max(0, bisect_right(self._starts, confidence) - 1)
+    shares: tuple[float, float]
+    rates: Mapping[int, tuple[float, float, float]]  # by the first confidence of each range, in increasing order
+    share: float = 0.3  # expected share of right guesses
+    is_steady: bool = False  # True if a drafter's confidence never changes
 
 
 @runtime_checkable
@@ -224,26 +211,30 @@ class DraftPolicy:
     def __init__(self, max_draft_tokens: int, priors: Priors) -> None:
         sizes = {2**power - 1 for power in range(1, max_draft_tokens.bit_length() + 1)} | {max_draft_tokens}
         self._sizes = sorted(size for size in sizes if 0 < size <= max_draft_tokens)
-        self._priors = priors
-        self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in priors.rates]
-        self._right = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in priors.rates]
+        self._priors, self._starts = priors, tuple(priors.rates)
+        by_share = zip(*priors.rates.values(), strict=True)  # then by range of confidences
+        self._right: list[list[float]] = [[_PRIOR_WEIGHT * rate for rate in rates] for rates in by_share]
+        self._guessed = [[_PRIOR_WEIGHT] * len(rates) for rates in self._right]
         self._since_plain = self._num_refused = 0
         self._share = priors.share
         self.speed = 0.0  # expected tokens per second of the last choice
 
     def acceptance(self, confidence: int) -> float:
         """Return the recent rate of right guesses with this confidence, at the current share of right guesses."""
-        level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
+        level, index = self._range_of(confidence)
         return self._right[level][index] / self._guessed[level][index]
 
     def observe(self, confidence: int, is_right: bool) -> None:
         """Record one token: the confidence of its guess, 0 without a guess, and whether the guess was right."""
         if confidence:
-            level, index = bisect_right(self._priors.shares, self._share), self._priors.range_of(confidence)
+            level, index = self._range_of(confidence)
             guessed, right = self._guessed[level], self._right[level]
             guessed[index] = guessed[index] * _COUNTED + 1
             right[index] = right[index] * _COUNTED + is_right
         self._share = self._share * _SHARE_COUNTED + (1 - _SHARE_COUNTED) * (is_right and confidence > 1)
+
+    def _range_of(self, confidence: int) -> tuple[int, int]:
+        return bisect_right(self._priors.shares, self._share), max(0, bisect_right(self._starts, confidence) - 1)
 
     def tokens_between(self, times: StepTimes) -> int:
         """Return the number of tokens to decode without a draft before the next search for a draft."""

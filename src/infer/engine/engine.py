@@ -282,11 +282,17 @@ class Engine:
     def launch(self, behind: LaunchedStep | None = None) -> LaunchedStep | None:
         """Choose the sequences of a step, plan it, and run the forward. Return None if there is nothing to compute.
 
+        Sequences that wait get slots in the queue's order, while there are slots and pages.
+
         A step `behind` another one is planned before the tokens of the other one are known. Return None if the plan
         needs these tokens.
         """
         self._drop_finished()
-        self._admit()
+        for sequence in self._slots.admit(self.max_running):
+            sequence.must_end_prompt = self.runner.compresses_prompts
+            self._drafting.enter(sequence)
+            if self.runner.shares_prefixes:
+                self._prefix_ends.look(sequence)
         wanting = [each for each in self._slots.sequences if not each.is_paused and (not each.awaited or each.room > 0)]
         active = self._steps.take_turns(wanting, self.resting_tenants)
         if behind is None:
@@ -322,11 +328,3 @@ class Engine:
                 sequence.end()
                 self._taking_part[sequence] = None
         self._leaving.clear()
-
-    def _admit(self) -> None:
-        """Give slots to waiting sequences in the queue's order, while there are slots and pages."""
-        for sequence in self._slots.admit(self.max_running):
-            sequence.must_end_prompt = self.runner.compresses_prompts
-            self._drafting.enter(sequence)
-            if self.runner.shares_prefixes:
-                self._prefix_ends.look(sequence)

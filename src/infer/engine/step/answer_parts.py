@@ -1,6 +1,5 @@
 """The parts of a sequence that follow its tokens: its text, its grammar and its times."""
 
-import time
 from collections import abc
 from collections.abc import Callable
 from contextlib import suppress
@@ -174,16 +173,11 @@ class TokenTimer:
     """Collects the times of one answer that `GenerationTiming` reports."""
 
     def __init__(self) -> None:
-        self.began: float | None = None  # when the wait for the tokens began, by time.perf_counter
+        self.began: float | None = None  # when it first got a slot, by time.perf_counter
         self.arrivals = list[float]()  # when each token arrived, forced or sampled, by the same clock
         self._waited = 0.0
         self._prefill_s: float | None = None
         self._decode_times_s, self._sampling_times_s = list[float](), list[float]()
-
-    def begin(self) -> None:
-        """Note at the first call that the wait for the tokens begins."""
-        if self.began is None:
-            self.began = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
         """Add time that gave no token. It counts as a part of the next forward."""

@@ -190,6 +190,8 @@ class Sequence:
         these.
         """
         self.slot, self.num_computed = slot, num_computed
+        if self.timer.began is None:
+            self.timer.began = time.perf_counter()
         self.checkpoints = self.request.checkpoints
         if num_matched > num_computed:
             self.checkpoints = tuple(sorted((*self.checkpoints, num_matched)))

@@ -103,7 +103,7 @@ class Slots:
         running, blocked = [each for each in self.sequences if not each.is_paused], list[Sequence]()
         held_back, now = set[Sequence](), time.perf_counter()
         while len(held_back) <= max_running:  # comparing more sequences takes too long
-            tenants = {each.tenant for each in running}
+            tenants = (each.tenant for each in running)
             is_full = len(running) >= max_running - self.queue.kept.count(tenants, now, max_running)
             sequence = self.queue.next(running, blocked, held_back, is_full=is_full)
             if sequence is None:
@@ -114,7 +114,6 @@ class Slots:
                 for giver in givers:
                     self.queue.gave(giver, sequence)
                     self.preempt(giver)
-                sequence.timer.begin()
                 if not self.enter(sequence):
                     return
                 self.queue.pass_by(sequence, blocked)

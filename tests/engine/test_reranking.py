@@ -86,8 +86,7 @@ def test_the_beginning_of_all_prompts_is_read_once(judge: LLM, monkeypatch: pyte
     monkeypatch.setattr(judge.host.text_states(), "_run", run)
     judge.rerank(QUERY, DOCUMENTS)
     prompts = [len(judge.tokenizer.encode(qwen3_prompt(QUERY, each))) for each in DOCUMENTS]
-    chunks = [chunk for call in run.call_args_list for chunk in call.args[0]]
-    assert sum(len(chunk.token_ids) for chunk in chunks) < sum(prompts) / 2
+    assert sum(len(chunk.token_ids) for call in run.call_args_list for chunk in call.args[0]) < sum(prompts) / 2
     cache = judge.host.text_states()._cache
     judge.embed(["a"])
     assert cache.free_pages == cache.pool_pages

@@ -169,7 +169,7 @@ def plant_in_steps(runner: Any, is_faulty: Callable[[set[int]], bool]) -> None:
     """Let each step with certain slots raise."""
 
     def planted(run: Callable[..., Any], step: Any, *arguments: Any) -> Any:
-        if is_faulty({chunk.slot for chunk in step.chunks}):
+        if is_faulty({chunk.row for chunk in step.chunks}):
             raise PLANTED
         return run(step, *arguments)
 

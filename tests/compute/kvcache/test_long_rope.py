@@ -121,7 +121,7 @@ def runner_of(llm: LLM, lengths: Sequence[int], num_next: int = 0, **options: An
 def test_rows_on_both_sides_of_the_border_take_one_step(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [Chunk(row, random_ids(count, seed=row), num_drafts=count - 1) for row in range(2)]
     alone = [
-        runner_of(llm, [length], count).forward([part._replace(slot=0)])
+        runner_of(llm, [length], count).forward([part._replace(row=0)])
         for length, part in zip((10, 100), parts, strict=True)
     ]
     steps, forward = list[Step](), Transformer.forward

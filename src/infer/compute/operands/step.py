@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     `num_drafts + 1` logits are returned, or none inside a prompt.
     """
 
-    slot: int
+    row: int
     token_ids: Sequence[int]
     num_drafts: int = 0
     has_logits: bool = True
@@ -86,7 +86,7 @@ class Step:
             columns = (
                 [chunk.token_ids[0] for chunk in chunks],
                 starts,
-                [chunk.slot for chunk in chunks],
+                [chunk.row for chunk in chunks],
                 range(len(chunks)),
             )
             return cls(*(torch.from_numpy(np.array(column, np.int64)) for column in columns))
@@ -95,7 +95,7 @@ class Step:
             np.arange(end - chunk.num_logits, end) for chunk, end in zip(chunks, ends.tolist(), strict=True)
         ]
         positions = [np.arange(at, at + len(chunk.token_ids)) for chunk, at in zip(chunks, starts, strict=True)]
-        rows = np.repeat([chunk.slot for chunk in chunks], [len(chunk.token_ids) for chunk in chunks])
+        rows = np.repeat([chunk.row for chunk in chunks], [len(chunk.token_ids) for chunk in chunks])
         token_ids = np.array([token_id for chunk in chunks for token_id in chunk.token_ids], np.int64)
         arrays = (token_ids, np.concatenate(positions), rows, np.concatenate(logit_indices))
         return cls(*(torch.from_numpy(array) for array in arrays))

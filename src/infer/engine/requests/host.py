@@ -91,7 +91,7 @@ class Host:
 
     def _open_prefixes(self, runner: Runner) -> PrefixDisk | None:
         """Return the prefixes on disk, or None if they are off, or if the cache cannot use them."""
-        if not (self.settings.prefix_disk and runner.shares_prefixes and runner.has_whole_slots):
+        if not (self.settings.prefix_disk and runner.shares_prefixes and runner.has_whole_rows):
             return None
         model = self.fingerprint(runner.cache.kind) | {"times": repr(self.facts.modified_ns)}
         fingerprint = prefix_fingerprint(model, runner)

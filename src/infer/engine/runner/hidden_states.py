@@ -108,8 +108,8 @@ class HiddenStates:
                     chunks.append(Chunk(row, taken, num_drafts=len(taken) - 1))
             states = torch.split(self._run(chunks), [chunk.num_logits for chunk in chunks])
             for chunk in chunks:
-                self._runner.commit(chunk.slot, chunk.num_logits)
-            yield [(chunk.slot, each) for chunk, each in zip(chunks, states, strict=True)]
+                self._runner.commit(chunk.row, chunk.num_logits)
+            yield [(chunk.row, each) for chunk, each in zip(chunks, states, strict=True)]
 
     def _run(self, chunks: Sequence[Chunk]) -> Float[Tensor, "tokens hidden"]:
         return self._model.final_norm(self._runner.forward(chunks)).float()

@@ -1,4 +1,4 @@
-"""The forward of a model for many slots in one batch, the sampling after it, and the cache that fits the memory.
+"""The forward of a model for many rows in one batch, the sampling after it, and the cache that fits the memory.
 
 What a step computes is provisional until `commit` keeps the first tokens of a chunk.
 """
@@ -31,12 +31,14 @@ from infer.sampling_params import SamplingParams
 
 
 class Runner:
-    """Slots of tokens over one cache. Each token is run once, and a captured step is replayed from a dispatch table.
+    """Rows of tokens over one cache, one for each slot of an engine. Each token is run once.
+
+    A captured step is replayed from a dispatch table.
 
     `tensor_parallel.leading` has the runner of a model whose other ranks repeat each call.
     """
 
-    has_whole_slots = True  # this process stores the whole of each slot, so that a slot can be saved
+    has_whole_rows = True  # this process stores the whole of each row, so that a row can be saved
     cache_type: Callable[..., PagedCache] = PagedCache
     _history: History | None = None
 
@@ -53,9 +55,9 @@ class Runner:
         states: TokenStates | None = None,
         forward: Callable[[Step, PagedCache], Tensor] | None = None,
     ) -> None:
-        """Make the cache for slots of up to `capacity` tokens, of which one step runs at most `step_tokens` per slot.
+        """Make the cache for rows of up to `capacity` tokens, of which one step runs at most `step_tokens` per row.
 
-        The slots share `pool_pages` pages. If it is None, there are enough pages for all slots when full. `states`
+        The rows share `pool_pages` pages. If it is None, there are enough pages for all rows when full. `states`
         keeps those of committed tokens, if the device computes on the host. `forward` replaces the model's own.
         """
         self.model, self._backend, self.num_slots = model, model.backend, num_slots
@@ -69,7 +71,7 @@ class Runner:
             pool_pages=pool_pages,
             cache_type=self.cache_type,
         )
-        self.lengths: Sequence[int] = cache.lengths  # the number of committed tokens of each slot
+        self.lengths: Sequence[int] = cache.lengths  # the number of committed tokens of each row
         # Prefixes can be shared if the values stored for a token do not depend on the length of its sequence.
         self.shares_prefixes = cache.shares_prefixes and model.rope_border is None
         self.checkpoint_tokens = cache.checkpoint_tokens if self.shares_prefixes else 0
@@ -101,39 +103,39 @@ class Runner:
         )
 
     def make_history(self, vocab_size: int) -> History:
-        """Return a history of all slots, in which each slot has to begin. On a GPU it is the one of `warm_up`."""
+        """Return a history of all rows, in which each row has to begin. On a GPU it is the one of `warm_up`."""
         return self._history or History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)
 
-    # Changes of the slots, besides those of the cache
+    # Changes of the rows, besides those of the cache
 
-    def prompt_shortage(self, slot: int) -> str:
+    def prompt_shortage(self, row: int) -> str:
         """Return which pages are missing for `after_prompt`, or an empty string if there are enough."""
-        return "" if self._compression is None else self._compression.shortage(slot)
+        return "" if self._compression is None else self._compression.shortage(row)
 
-    def commit(self, slot: int, count: int) -> None:
+    def commit(self, row: int, count: int) -> None:
         """Keep the first `count` of the tokens that were run."""
         if self._states is not None:
-            self._states.keep(slot, self.lengths[slot], count)
-        self.cache.commit(slot, count)
+            self._states.keep(row, self.lengths[row], count)
+        self.cache.commit(row, count)
 
-    def choose_rope(self, slot: int, length: int) -> bool:
-        """Set the rope factors for sequences of this length. Return True if they changed, which empties the slot."""
+    def choose_rope(self, row: int, length: int) -> bool:
+        """Set the rope factors for sequences of this length. Return True if they changed, which empties the row."""
         if self.model.rope_border is None:
             return False
         is_long = self.model.is_long(length)
-        if is_long == self.cache.is_long(slot):
+        if is_long == self.cache.is_long(row):
             return False
-        self.cache.truncate(slot, 0)
-        self.cache.set_rope(slot, is_long=is_long)
+        self.cache.truncate(row, 0)
+        self.cache.set_rope(row, is_long=is_long)
         return True
 
     @torch.inference_mode()
-    def after_prompt(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Compress the slot's prompt, `token_ids`, if the cache does so. Call once a token after it was sampled."""
+    def after_prompt(self, row: int, token_ids: Sequence[int]) -> None:
+        """Compress the row's prompt, `token_ids`, if the cache does so. Call once a token after it was sampled."""
         if self._compression is not None:
             with self._backend.threads():
                 self._compression.after_prompt(
-                    slot, token_ids, lambda step: self.model.forward(step.to(self.model.device), self.cache)
+                    row, token_ids, lambda step: self.model.forward(step.to(self.model.device), self.cache)
                 )
 
     # Steps
@@ -150,25 +152,25 @@ class Runner:
     def starts(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the position of the first token of each chunk."""
         lengths = self.lengths
-        return [lengths[chunk.slot] for chunk in chunks]
+        return [lengths[chunk.row] for chunk in chunks]
 
     @torch.inference_mode()
-    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append tokens without computing logits. An exception leaves whole chunks of the tokens."""
         with self._backend.threads():
             for start in range(0, len(token_ids), self._step_tokens):
                 chunk = token_ids[start : start + self._step_tokens]
-                self.cache.reserve(slot, len(chunk))
-                self.forward([Chunk(slot, chunk, has_logits=False)])
-                self.commit(slot, len(chunk))
+                self.cache.reserve(row, len(chunk))
+                self.forward([Chunk(row, chunk, has_logits=False)])
+                self.commit(row, len(chunk))
 
     @torch.inference_mode()
-    def append(self, slot: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
+    def append(self, row: int, token_ids: Sequence[int], num_logits: int) -> Float[Tensor, "logits vocab"]:
         """Append a few tokens, and return the logits after the last `num_logits`, at least one, as a new tensor."""
         with self._backend.threads():
-            self.cache.reserve(slot, len(token_ids))
-            logits = self.forward([Chunk(slot, token_ids, num_drafts=num_logits - 1)]).clone()
-            self.commit(slot, len(token_ids))
+            self.cache.reserve(row, len(token_ids))
+            logits = self.forward([Chunk(row, token_ids, num_drafts=num_logits - 1)]).clone()
+            self.commit(row, len(token_ids))
         return logits
 
     def launch(self, step: ops.SampledStep, behind: ops.PendingStep | None = None) -> ops.PendingStep:

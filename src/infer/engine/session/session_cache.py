@@ -66,7 +66,7 @@ class SessionCache:
             return lease.token_ids
 
         held = self.host.change(lease, keep)
-        if self.host.runner.has_whole_slots:
+        if self.host.runner.has_whole_rows:
             with suppress(_TakenAwayError):
                 return write(len(held), partial(self._copies, held))
         return write(0, lambda: iter(()))

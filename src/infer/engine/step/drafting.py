@@ -125,7 +125,7 @@ class Drafting:
             return
         pace, gained = times.seconds(1) if times is not None and times.is_known(1) else 0.0, -draft_seconds
         if pace and (num_drafts := sum(chunk.num_drafts for chunk, _ in drafted)):
-            own = [each for each in drafted if each[0].slot in self._by_model]
+            own = [each for each in drafted if each[0].row in self._by_model]
             share = sum(chunk.num_drafts for chunk, _ in own) / num_drafts
             gained += sum(accepted for _, accepted in own) * pace / num_sequences - (seconds - pace) * share
         self.model.account(gained, seconds, pace)

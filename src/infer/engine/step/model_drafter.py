@@ -104,7 +104,9 @@ class ModelDrafter:
 
     def propose(self, counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return the drafts of each slot. A slot whose text is still to be read gets none, and is read further."""
-        budget, ready, most = self._read_tokens(), dict[int, list[int]](), max(counts.values(), default=0)
+        ready, most, budget = dict[int, list[int]](), max(counts.values(), default=0), FIRST_TOKENS
+        if self._seconds_per_token:  # how many tokens of texts may be read beside one step
+            budget = max(_LEAST_READ, int(_READ_SECONDS / self._seconds_per_token))
         for slot in counts:  # each row that is ready computes as many guesses
             self._rows[slot].guesses = []
             pending = self._pending(slot, most)
@@ -146,11 +148,9 @@ class ModelDrafter:
     def _num_unread(self, slot: int) -> int:
         """Return the number of tokens to read before the row's first guess, without the few that a guess reads."""
         row = self._rows[slot]
-        num_tokens = len(row.token_ids) - self._first(slot) if row.start is None else self._num_pending(slot, row.start)
+        num_known = self._first(slot) if row.start is None else row.start + self.runner.lengths[slot]
+        num_tokens = len(row.token_ids) - num_known
         return num_tokens if num_tokens > _MOST_PENDING else 0
-
-    def _num_pending(self, slot: int, start: int) -> int:
-        return len(self._rows[slot].token_ids) - start - self.runner.lengths[slot]
 
     def _first(self, slot: int) -> int:
         """Return the position from which a text is read: more than its end, if earlier drafts have saved enough."""
@@ -195,12 +195,6 @@ class ModelDrafter:
             allowed_token_ids=[each for each in allowed or () if each < self._vocab_size] or None,
         )
 
-    def _read_tokens(self) -> int:
-        """Return how many tokens of texts may be read beside one step."""
-        if not self._seconds_per_token:
-            return FIRST_TOKENS
-        return max(_LEAST_READ, int(_READ_SECONDS / self._seconds_per_token))
-
     def _read(self, slot: int, token_ids: Sequence[int]) -> int:
         """Read tokens if there are pages for them, and return their number."""
         if not token_ids or self.runner.cache.try_reserve(slot, len(token_ids)):
@@ -221,13 +215,13 @@ class ModelDrafter:
         self._write_inputs(chunks)
         first = runner.launch(self._step_of(chunks)).wait().token_ids
         for chunk in chunks:
-            runner.commit(chunk.slot, len(chunk.token_ids))
+            runner.commit(chunk.row, len(chunk.token_ids))
         if count > 1 and all(token_ids[0] >= 0 for token_ids in first):
-            chunks = [Chunk(chunk.slot, token_ids) for chunk, token_ids in zip(chunks, first, strict=True)]
+            chunks = [Chunk(chunk.row, token_ids) for chunk, token_ids in zip(chunks, first, strict=True)]
             further = self._further(chunks, count - 1)
             first = [[*token_ids, *more] for token_ids, more in zip(first, further or [[]] * len(first), strict=True)]
         for chunk, token_ids in zip(chunks, first, strict=True):
-            self._rows[chunk.slot].guesses = list(takewhile(lambda token_id: token_id >= 0, token_ids))
+            self._rows[chunk.row].guesses = list(takewhile(lambda token_id: token_id >= 0, token_ids))
         seconds = (time.perf_counter() - started) / max(map(len, first))
         self._pass_seconds[len(pending)] = _mean(self._pass_seconds.get(len(pending), 0.0), seconds)
 
@@ -235,8 +229,8 @@ class ModelDrafter:
         """Guess `count` tokens more after the first guesses, which are the chunks."""
         if self.head_input is None:
             return self.runner.multi_step(self._step_of(chunks), count).token_ids
-        lengths = [self.runner.lengths[chunk.slot] for chunk in chunks]
-        guesses, slots = [[chunk.token_ids[0]] for chunk in chunks], [chunk.slot for chunk in chunks]
+        lengths = [self.runner.lengths[chunk.row] for chunk in chunks]
+        guesses, slots = [[chunk.token_ids[0]] for chunk in chunks], [chunk.row for chunk in chunks]
         try:
             while len(guesses[0]) <= count and min(own[-1] for own in guesses) >= 0:
                 chunks = [Chunk(slot, own[-1:]) for slot, own in zip(slots, guesses, strict=True)]
@@ -256,7 +250,7 @@ class ModelDrafter:
     def _write_inputs(self, chunks: Sequence[Chunk]) -> None:
         """Set the states that a head reads with the next tokens of its rows."""
         if self.head_input is not None:
-            places = [(self._rows[chunk.slot].start or 0) + self.runner.lengths[chunk.slot] for chunk in chunks]
+            places = [(self._rows[chunk.row].start or 0) + self.runner.lengths[chunk.row] for chunk in chunks]
             self.head_input.write(chunks, places)
 
 

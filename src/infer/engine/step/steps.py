@@ -104,7 +104,7 @@ class Steps:
         if not works:
             return None
         chunks = [chunk for _, chunk in works]
-        columns = params.select([chunk.slot for chunk in chunks])
+        columns = params.select([chunk.row for chunk in chunks])
         step = SampledStep(chunks, runner.starts(chunks), columns, params.history)
         if behind is not None and runner.captured_for(step) is None:
             return None

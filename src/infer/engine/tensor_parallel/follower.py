@@ -107,7 +107,7 @@ class Follower:
 
     def _check(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> None:
         """End the process with status 1 if its cache has other lengths than rank 0's. Its results would be wrong."""
-        own = [self._runner.lengths[chunk.slot] for chunk in chunks]
+        own = [self._runner.lengths[chunk.row] for chunk in chunks]
         if own != list(starts):
             print(f"infer: rank {self._group.rank} has {own} tokens, and rank 0 has {starts}", file=sys.stderr)
             os._exit(1)

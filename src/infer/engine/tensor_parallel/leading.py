@@ -111,7 +111,7 @@ class LeadingRunner(Runner):
         super().__init__(model, **arguments)
         ranks.is_leading = False
 
-    has_whole_slots = False
+    has_whole_rows = False
 
     forward = led(Runner.forward, is_step=True, sent=lambda runner, chunks: (chunks, runner.starts(chunks)))
     launch = led(Runner.launch, is_step=True, name="forward", sent=_chunks)

@@ -6,7 +6,7 @@ and samples with `sampling.definition`. All other ways are compared with it.
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -380,8 +380,9 @@ def make_runner(
 ) -> Runner:
     if not way.cached:
         return RecomputeRunner(world.model, world.settings)
-    options = {"num_slots": num_slots, "capture": way.capture, "step_tokens": step_tokens}
-    return Runner(world.model, capacity, settings=world.settings, **options)
+    limits = world.model.step_limits
+    model = replace(world.model, step_limits=limits._replace(tokens=step_tokens or limits.tokens))
+    return Runner(model, capacity, num_slots=num_slots, capture=way.capture, settings=world.settings)
 
 
 class Place:

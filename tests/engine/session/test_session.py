@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
@@ -180,7 +181,8 @@ def test_an_exception_while_answering_leaves_a_session_that_goes_on(llm: LLM, er
 def test_a_session_goes_on_after_a_fault_while_ids_are_appended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     session, runner = llm.session(), llm.host.runner
     session.append("hello")
-    monkeypatch.setattr(runner, "_step_tokens", 4)
+    limits = runner.model.step_limits._replace(tokens=4)
+    monkeypatch.setattr(runner, "model", replace(runner.model, step_limits=limits))
     forward = Mock(wraps=runner.forward, side_effect=[DEFAULT, MemoryError, *[DEFAULT] * 99])
     monkeypatch.setattr(runner, "forward", forward)
     with pytest.raises(MemoryError):

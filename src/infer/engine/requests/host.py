@@ -227,9 +227,9 @@ def _make_runner(
 ) -> Runner:
     """Return the runner of a model, with recorded steps. For a head that drafts, it keeps the states of tokens."""
     reserved_bytes = 0 if drafter is None else drafter.unwritten_bytes
-    limits, plan = model.step_limits, plan_rows(model, settings.cache, settings.pool_pages, reserved_bytes)
-    options: dict[str, Any] = {"num_slots": limits.logits, "step_tokens": limits.tokens, "settings": plan.settings}
-    options |= {"capture": settings.capture, "pool_pages": plan.pool_pages}
+    plan = plan_rows(model, settings.cache, settings.pool_pages, reserved_bytes)
+    options: dict[str, Any] = {"num_slots": model.step_limits.logits, "capture": settings.capture}
+    options |= {"settings": plan.settings, "pool_pages": plan.pool_pages}
     if drafter is not None and drafter.head_input is not None:
         options["states"] = drafter.head_input.states
     make = Runner if ranks is None else partial(LeadingRunner, ranks)

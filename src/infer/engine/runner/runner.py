@@ -50,26 +50,18 @@ class Runner:
         num_slots: int = 1,
         capture: bool = True,
         settings: CacheSettings | None = None,
-        step_tokens: int | None = None,
         pool_pages: int | None = None,
         states: TokenStates | None = None,
         forward: Callable[[Step, PagedCache], Tensor] | None = None,
     ) -> None:
-        """Make the cache for rows of up to `capacity` tokens, of which one step runs at most `step_tokens` per row.
+        """Make the cache for rows of up to `capacity` tokens. A step has at most as many tokens as the model's limits.
 
         The rows share `pool_pages` pages. If it is None, there are enough pages for all rows when full. `states`
         keeps those of committed tokens, if the device computes on the host. `forward` replaces the model's own.
         """
         self.model, self._backend, self.num_slots = model, model.backend, num_slots
-        self._step_tokens = step_tokens or model.step_limits.tokens
         self.cache = cache = make_cache(
-            model,
-            capacity,
-            num_slots,
-            settings=settings,
-            step_tokens=self._step_tokens,
-            pool_pages=pool_pages,
-            cache_type=self.cache_type,
+            model, capacity, num_slots, settings=settings, pool_pages=pool_pages, cache_type=self.cache_type
         )
         self.lengths: Sequence[int] = cache.lengths  # the number of committed tokens of each row
         # Prefixes can be shared if the values stored for a token do not depend on the length of its sequence.
@@ -82,8 +74,7 @@ class Runner:
         self._captured: ops.Recorded | None = None
         if capture:
             cache.reserve(0, 1)  # for the step that is recorded and not run
-            limits = self._step_tokens, model.step_limits.logits
-            self._captured = model.backend.capture(lambda step: run(step, cache), *limits)
+            self._captured = model.backend.capture(lambda step: run(step, cache), *model.step_limits)
             cache.truncate(0, 0)
 
     def warm_up(self, vocab_size: int) -> int:
@@ -157,9 +148,10 @@ class Runner:
     @torch.inference_mode()
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append tokens without computing logits. An exception leaves whole chunks of the tokens."""
+        most = self.model.step_limits.tokens
         with self._backend.threads():
-            for start in range(0, len(token_ids), self._step_tokens):
-                chunk = token_ids[start : start + self._step_tokens]
+            for start in range(0, len(token_ids), most):
+                chunk = token_ids[start : start + most]
                 self.cache.reserve(row, len(chunk))
                 self.forward([Chunk(row, chunk, has_logits=False)])
                 self.commit(row, len(chunk))

@@ -87,7 +87,7 @@ class Slots:
         self._sequence_by_slot: dict[int, Sequence] = {}
         self.sequences = self._sequence_by_slot.values()
         self._uses = count(1)
-        self._is_full = False  # True if a sequence was preempted for pages and none has left since
+        self._lacks_pages = False  # True if a sequence was preempted for pages and none has left since
 
     # Admission
 
@@ -189,7 +189,7 @@ class Slots:
 
         The only sequence may always try.
         """
-        if self._is_full and not givers and any(not each.is_paused for each in self.sequences):
+        if self._lacks_pages and not givers and any(not each.is_paused for each in self.sequences):
             return False
         if len(self._sequence_by_slot) <= len(givers):
             return True
@@ -221,7 +221,7 @@ class Slots:
             lease.token_ids = sequence.token_ids[: self._cache.lengths[slot]]
             lease.last_used = next(self._uses)
         self._sequence_by_slot.pop(slot, None)
-        self._is_full = False
+        self._lacks_pages = False
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's slot away. It is computed again when it gets another slot."""
@@ -246,7 +246,7 @@ class Slots:
         if victim is None and not spares_last:
             victim = next(iter(self.sequences), None)
         if victim is not None:
-            self._is_full = True
+            self._lacks_pages = True
             self.preempt(victim)
         return victim is not None
 
@@ -310,7 +310,7 @@ class Slots:
         for slot in self._sequence_by_slot:
             self._release(slot)
         self._sequence_by_slot.clear()
-        self._is_full = False
+        self._lacks_pages = False
         self.params = SlotParams(self.runner)
 
     def _free_slot(self) -> int | None:

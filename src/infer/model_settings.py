@@ -151,6 +151,10 @@ class ModelSettings:
         if importlib.util.find_spec(self.grammar_backend) is None:
             install = _INSTALL_BY_BACKEND[self.grammar_backend]
             raise InvalidRequestError(f"grammar_backend {self.grammar_backend} is not installed: {install}")
+        if "auto" not in (self.dtype, self.weights):
+            raise InvalidRequestError(
+                f"dtype={self.dtype} and weights={self.weights} contradict each other: give only one of them"
+            )
         if self.experts_memory is not None and self.tensor_parallel > 1:
             raise InvalidRequestError(
                 f"experts_memory works in one process, not with tensor_parallel={self.tensor_parallel}: leave one out"

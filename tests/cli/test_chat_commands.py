@@ -14,7 +14,7 @@ from fake_cli import FakeModel
 from infer.cli import chat_commands
 from infer.cli.chat_commands import Question, calls_shown, completions, run_command
 from infer.cli.chat_prompt import history_path, read_history
-from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.chat_session import ChatSession
 from infer.cli.commands.replay import read_permalink
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
@@ -165,11 +165,11 @@ def test_reasoning_is_folded(session: ChatSession) -> None:
 def test_another_model_continues_with_the_messages_and_settings() -> None:
     opened: list[str] = []
 
-    def open_model(name: str) -> Opened:
+    def open_model(name: str) -> tuple[FakeModel, SamplingParams]:
         if name == "broken":
             raise InvalidRequestError("there is no model broken")
         opened.append(name)
-        return Opened(FakeModel(), SamplingParams(temperature=0.1, top_p=0.8))
+        return FakeModel(), SamplingParams(temperature=0.1, top_p=0.8)
 
     session = ChatSession(FakeModel(), "fake", SamplingParams(temperature=0.7), open_model=open_model)
     run_command(session, "/set temperature 0.5")

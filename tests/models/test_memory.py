@@ -327,7 +327,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> No
 
 BAD_SETTINGS = [
     (["--max-seq-len", "8193"], "max_seq_len must be from 2 to the model's own 8192, got 8193"),
-    (["--dtype", "float32", "--weights", "q8"], "dtype and weights contradict each other"),
+    (["--dtype", "float32", "--weights", "q8"], "dtype=float32 and weights=q8 contradict each other"),
     (["--eviction-policy", "sliding", "--eviction-window", "4"], "eviction_window must be larger than"),
 ]
 

@@ -28,7 +28,7 @@ RANKS = ("engine/tensor_parallel/ranks", "engine/tensor_parallel/follower")
 # Modules that are forbidden elsewhere, and the only files that may use them, by folder.
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "subprocess": {  # git, compilers, strangers' grammars, ranks, the user's clients, and a Mac's free memory
-        "cli/commands/": ("bench_report", "server_commands"),
+        "cli/commands/": ("bench_command", "server_commands"),
         "": ("compute/backends/cpu/compile/parallel", "system/child_process", "system/macos", RANKS[0]),
     },
     # Rows and calls, through pipes to processes that this one started

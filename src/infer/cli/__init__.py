@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     invocation = Invocation()
     try:
         raise_on_sigterm()
-        warnings.showwarning = _show_warning
+        warnings.showwarning = _say
         status = _run(list(sys.argv[1:] if arguments is None else arguments), invocation)
         sys.stdout.flush()
     except (KeyboardInterrupt, click.Abort):
@@ -43,12 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InferError, click.ClickException) as error:
         if invocation.verbose:
             traceback.print_exc()
-        status = _fail(_message(error), error.exit_status if isinstance(error, InferError) else 2)
+        _say(_message(error))
+        status = error.exit_status if isinstance(error, InferError) else 2
     except Exception as error:
         if invocation.verbose:
             traceback.print_exc()
         hint = "" if invocation.verbose else " (-v shows a traceback)"
-        status = _fail(_refusal(error) or f"our own failure, {type(error).__name__}: {error}{hint}", 1)
+        _say(_refusal(error) or f"our own failure, {type(error).__name__}: {error}{hint}")
+        status = 1
         if isinstance(error, OSError) and error.filename == STDOUT:
             silence_stdout()
     ignore_signals()
@@ -94,11 +96,6 @@ def _refusal(error: Exception) -> str | None:
     return f"{STDOUT}: {error.strerror}" if isinstance(error, OSError) and error.filename == STDOUT else None
 
 
-def _show_warning(message: Warning | str, *where: Any, **also: Any) -> None:
-    """Print a warning on one line, as errors are printed."""
+def _say(message: Warning | str, *where: Any, **also: Any) -> None:
+    """Print a warning or an error on one line."""
     print("infer:", " ".join(str(message).split()), file=sys.stderr)
-
-
-def _fail(message: str, status: int) -> int:
-    print("infer:", " ".join(message.split()), file=sys.stderr)
-    return status

@@ -7,9 +7,11 @@ block that three more end. Text that is pasted at a terminal is one message, how
 import difflib
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,13 @@ from infer.cli.chat_session import OFF, ChatSession, Messages, is_json_name, is_
 from infer.cli.commands.generate_command import rate_text, trace_lines
 from infer.cli.option_files import MAX_GRAMMAR_BYTES, read_text
 from infer.cli.streamed_text import shortened
-from infer.cli.terminal import columns_of, text_of_rows
+from infer.cli.terminal import columns_of, note, text_of_rows
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
 from infer.sampling_params import PARAMETER_NAMES, SamplingParams
 from infer.text.toolcalls.tools import read_tools
 
 BLOCK = '"""'
-LEAVE_HINT = "(Ctrl-C again, Ctrl-D or /quit leaves)"
 TURNS_AFTER_LOAD = 2
 SHORT = 160  # columns of a message that is shown to remind the user
 KEYS = [
@@ -33,6 +34,37 @@ KEYS = [
     ("Tab, Ctrl-R", "complete a command, search earlier messages"),
     ("Ctrl-C, Ctrl-D", "stop an answer, leave"),
 ]
+
+
+class ChatInput(ABC):
+    """Reads one message after the other. `is_interactive` is True if a person types them and reads the answers."""
+
+    is_interactive = True
+
+    @abstractmethod
+    def message(self, begin: str) -> str | None:
+        """Return the next message, or None at the end. An editor shows `begin` as its beginning."""
+
+    @abstractmethod
+    def discard(self) -> bool:
+        """Discard the typed text, and return False if an editor had any."""
+
+    def read(self, begin: str = "") -> str | None:
+        """Return the next message as `message` does.
+
+        At a terminal, Ctrl-C discards the typed text. If nothing is typed, a second Ctrl-C ends the input.
+        """
+        is_second = False
+        while True:
+            try:
+                return self.message(begin)
+            except KeyboardInterrupt:
+                if not self.is_interactive:
+                    raise
+            if self.discard() and is_second:
+                return None
+            note("(Ctrl-C again, Ctrl-D or /quit leaves)")
+            begin, is_second = "", True
 
 
 def is_open_block(text: str) -> bool:
@@ -54,16 +86,15 @@ def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -
     """
     folder, slash, begin = typed.rpartition("/")
     try:
-        found = sorted(Path(folder + slash or ".").expanduser().iterdir())
-    except (OSError, RuntimeError, ValueError):
+        root = Path(folder + slash or ".").expanduser()
+        names = sorted(glob(f"{escape(begin)}*", root_dir=root))
+    except (RuntimeError, ValueError):  # the home folder is unknown, or the name has a zero byte
         return
-    for path in found:
-        if not path.name.startswith(begin) or (path.name.startswith(".") and not begin):
-            continue
-        if path.is_dir():
-            yield f"{folder}{slash}{path.name}/"
-        elif is_meant(path):
-            yield folder + slash + path.name
+    for name in names:
+        if (root / name).is_dir():
+            yield f"{folder}{slash}{name}/"
+        elif is_meant(root / name):
+            yield folder + slash + name
 
 
 def complete_model(typed: str) -> Iterator[str]:
@@ -286,12 +317,12 @@ def _load(session: ChatSession, argument: str) -> str:
 def _stats(session: ChatSession, argument: str) -> str:
     if session.last is None:
         return "(no answer yet)"
-    statistics, last = session.statistics, session.last.result
+    last = session.last.result
     from_disk = f", {last.disk_tokens} of these from disk" if last.disk_tokens else ""
-    used = f"{statistics.context_tokens} of {session.model.max_seq_len} tokens"
+    used = f"{session.context_tokens} of {session.model.max_seq_len} tokens"
     return "\n".join(
         [
-            f"  answers {statistics.answers}, {statistics.generated_tokens} tokens, {statistics.seconds:.1f} s",
+            f"  answers {session.num_answers}, {session.num_tokens} tokens, {session.seconds:.1f} s",
             f"  context {used}, seed of the last answer {last.seed}",
             f"  last prompt {last.prompt_tokens} tokens, {last.reused_tokens} of them reused{from_disk}",
             f"  last answer {last.generated_tokens} tokens, first token after {1000 * last.timing.ttft_s:.0f} ms, "

@@ -9,18 +9,18 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from threading import Thread
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import click
 
 import infer
 from infer.cli.chat_commands import (
-    LEAVE_HINT,
+    ChatInput,
     Edit,
     Leave,
     Question,
@@ -32,7 +32,7 @@ from infer.cli.chat_commands import (
     message_of,
     run_command,
 )
-from infer.cli.chat_session import ChatSession, Opened
+from infer.cli.chat_session import ChatSession
 from infer.cli.command_options import ChatOptions
 from infer.cli.commands.generate_command import rate_text
 from infer.cli.model_loading import check_options, q8_context
@@ -43,79 +43,45 @@ from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, 
 from infer.compute.sampling.keywords import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
+from infer.sampling_params import SamplingParams
 
 PASTE_SECONDS = 0.05  # lines that arrive within this time were pasted, because nobody types so fast
-
-
-@runtime_checkable
-class ChatInput(Protocol):
-    """Reads one message after the other. `is_interactive` is True if a person types them and reads the answers."""
-
-    is_interactive: bool
-
-    def read(self, begin: str = "") -> str | None:
-        """Return the next message, or None at the end. An editor shows `begin` as its beginning.
-
-        At a terminal, Ctrl-C discards the typed text. If nothing is typed, a second Ctrl-C ends the input.
-        """
 
 
 def is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def chat_input(complete: Callable[[str], Iterable[str]]) -> ChatInput:
-    """Return the input of a chat: an editor at a terminal, if the extra `chat` is installed, else plain lines.
-
-    `complete` returns the completions of a line up to the cursor.
-    """
-    if _has_editor():
-        from infer.cli.chat_prompt import ChatPrompt
-
-        return ChatPrompt(complete)
-    return PlainInput()
-
-
-def _has_editor() -> bool:
+def _editor() -> Any:
+    """Return the class `ChatPrompt`, an editor, if this is a terminal and the extra `chat` is installed, else None."""
     if not (is_terminal() and has_cursor(sys.stdout)):
-        return False
+        return None
     try:
-        import_module("infer.cli.chat_prompt")
+        return import_module("infer.cli.chat_prompt").ChatPrompt
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("prompt_toolkit"):
             raise
-        return False
-    return True
+        return None
 
 
 @final
-class PlainInput:
+class PlainInput(ChatInput):
     """Reads lines from stdin without an editor."""
 
     def __init__(self) -> None:
         self.is_interactive = is_terminal()
         self._unread, self._is_at_end = b"", False
 
-    def read(self, begin: str = "") -> str | None:
-        is_second = False
-        while True:
-            try:
-                return self._message()
-            except KeyboardInterrupt:
-                if not self.is_interactive:
-                    raise
-                self._unread = b""
-                click.echo(err=True)
-                if is_second:
-                    return None
-                note(LEAVE_HINT)
-                is_second = True
+    def discard(self) -> bool:
+        self._unread = b""
+        click.echo(err=True)
+        return True
 
-    def _message(self) -> str | None:
+    def message(self, begin: str) -> str | None:
         text = self._line("> ")
-        if text is None and self.is_interactive:
-            click.echo(err=True)
         if text is None:
+            if self.is_interactive:
+                click.echo(err=True)
             return None
         if self.is_interactive and not text.startswith("/") and self._is_ready(PASTE_SECONDS):
             while self._is_ready(PASTE_SECONDS) and (following := self._line("")) is not None:
@@ -172,9 +138,9 @@ class PlainInput:
 def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[ChatOptions], "infer.LLM"]) -> int:
     """Run the chat and return the exit status. `given` are the parameters of the command line."""
     quiet = options.quiet
-    Thread(target=_has_editor, daemon=True).start()  # imports the packages of the extra `chat` ahead
+    Thread(target=_editor, daemon=True).start()  # imports the packages of the extra `chat` ahead
 
-    def open_model(name: str) -> Opened:
+    def open_model(name: str) -> "tuple[infer.LLM, SamplingParams]":
         own = replace(options, model=name)
         check_options(own, [default_params({}, given, is_chat=True)])
         model = load(own)
@@ -184,7 +150,7 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
             encoder = "is an encoder and generates no text: use infer embed, rerank or classify"
             problem = encoder if model.architecture.reads_whole_texts else template
             raise InvalidRequestError(f"the model {name} {problem}")
-        return Opened(model, merge_params(model_defaults(model, vars(own)), given, is_chat=True, quiet=quiet))
+        return model, merge_params(model_defaults(model, vars(own)), given, is_chat=True, quiet=quiet)
 
     model, params = open_model(options.model)
     session = ChatSession(model, options.model, params, system=options.system, open_model=open_model)
@@ -193,7 +159,8 @@ def run_chat(options: ChatOptions, given: Mapping[str, Any], load: Callable[[Cha
 
 def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) -> int:
     """Run a session from stdin to stdout and return the exit status. Output is styled only if both are terminals."""
-    typed = chat_input(completions)
+    editor = _editor()
+    typed: ChatInput = PlainInput() if editor is None else editor(completions)
     if typed.is_interactive and not quiet:
         note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
         if context := q8_context(session.model):

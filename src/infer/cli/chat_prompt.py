@@ -13,7 +13,6 @@ from typing import final
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, is_searching
 from prompt_toolkit.history import History
@@ -23,7 +22,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.search import accept_search
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from infer.cli.chat_commands import LEAVE_HINT, is_open_block, message_of
+from infer.cli.chat_commands import ChatInput, is_open_block, message_of
 from infer.cli.terminal import note
 from infer.system.atomic import replacing
 
@@ -32,14 +31,14 @@ VARIABLE = "INFER_HISTORY"
 
 
 @final
-class ChatPrompt:
+class ChatPrompt(ChatInput):
     """Reads messages at a terminal. `complete` returns the completions of the line up to the cursor."""
-
-    is_interactive = True
 
     def __init__(self, complete: Callable[[str], Iterable[str]]) -> None:
         self._history = TypedHistory(history_path())
         self._is_pasted = False
+        output = Vt100_Output.from_pty(sys.stdout)
+        output.enable_cpr = False
         bindings = KeyBindings()
         bindings.add(Keys.BracketedPaste)(self._paste)
         bindings.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
@@ -54,26 +53,21 @@ class ChatPrompt:
             history=self._history,
             key_bindings=bindings,
             multiline=Condition(lambda: not self._is_pasted and is_open_block(self._text)),
-            output=Vt100_Output(sys.stdout, _window_size, enable_cpr=False),
+            output=output,
             prompt_continuation=lambda width, line_number, wrap_count: "" if wrap_count else "| ",
         )
 
-    def read(self, begin: str = "") -> str | None:
-        is_second = False
-        while True:
-            self._is_pasted = False
-            try:
-                text = self._session.prompt(default=begin)
-            except EOFError:
-                return None
-            except KeyboardInterrupt:
-                if is_second and not self._text:
-                    return None
-                note(LEAVE_HINT)
-                begin, is_second = "", True
-            else:
-                self._history.report_trouble()
-                return text.strip("\n") if self._is_pasted else message_of(text)
+    def message(self, begin: str) -> str | None:
+        self._is_pasted = False
+        try:
+            text = self._session.prompt(default=begin)
+        except EOFError:
+            return None
+        self._history.report_trouble()
+        return text.strip("\n") if self._is_pasted else message_of(text)
+
+    def discard(self) -> bool:
+        return not self._text
 
     @property
     def _text(self) -> str:
@@ -173,9 +167,3 @@ def read_history(path: Path) -> list[str]:
         with suppress(OSError), replacing(path) as file:
             file.write(b"\n".join(lines[-MAX_MESSAGES:]) + b"\n")
     return messages
-
-
-def _window_size() -> Size:
-    """Return the size of the window, which may change at any time."""
-    size = os.get_terminal_size(sys.stdout.fileno())
-    return Size(rows=size.lines or 24, columns=size.columns or 80)

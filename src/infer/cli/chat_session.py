@@ -5,19 +5,19 @@ that fails, or that Ctrl-C stops before its first word, leaves the conversation 
 """
 
 import json
-import stat
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import infer
-from infer.cli.option_files import refusing
+from infer.cli.option_files import check_writable, read_bytes, refusing, write_whole
+from infer.cli.prompts import json_value
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, SampleTrace
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, SamplingParams, unknown_parameter, without_zeros
-from infer.system.atomic import replacing
 from infer.text.toolcalls.tools import read_tools
 
 FORMAT = "infer-chat"
@@ -27,29 +27,6 @@ OFF = ("none", "off", "null")
 Messages = list[dict[str, Any]]
 # The fields of a message in a file.
 _FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
-
-
-@dataclass
-class Statistics:
-    """Sums over the answers of a session."""
-
-    answers: int = 0
-    generated_tokens: int = 0
-    seconds: float = 0.0
-    context_tokens: int = 0
-
-    def add(self, result: GenerationResult) -> None:
-        self.answers += 1
-        self.generated_tokens += result.generated_tokens
-        self.seconds += result.timing.total_time_s
-        self.context_tokens = result.prompt_tokens + result.generated_tokens
-
-
-class Opened(NamedTuple):
-    """A model and its default parameters."""
-
-    model: "infer.LLM"
-    params: SamplingParams
 
 
 class LastTurn(NamedTuple):
@@ -64,7 +41,7 @@ class LastTurn(NamedTuple):
 
 @final
 class ChatSession:
-    """A conversation, its parameters, and its statistics."""
+    """A conversation, its parameters, and sums over its answers."""
 
     def __init__(
         self,
@@ -73,13 +50,14 @@ class ChatSession:
         params: SamplingParams,
         *,
         system: str | None = None,
-        open_model: Callable[[str], Opened] | None = None,
+        open_model: "Callable[[str], tuple[infer.LLM, SamplingParams]] | None" = None,
     ) -> None:
         self.model = model
         self.memory = model.session()
         self.name = name
         self.params = params
-        self.statistics = Statistics()
+        self.num_answers, self.num_tokens, self.seconds = 0, 0, 0.0  # sums over the answers
+        self.context_tokens = 0
         self.last: LastTurn | None = None
         self.tools: list[dict[str, Any]] = []  # functions that the model may call; none is ever run
         self._open_model = open_model
@@ -94,7 +72,7 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation, but keep the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
-        self.statistics.context_tokens = 0
+        self.context_tokens = 0
 
     def undo(self) -> bool:
         """Forget the last question and its answer. Return False if there is none."""
@@ -107,14 +85,11 @@ class ChatSession:
         field_name = ALIASES.get(name.replace("-", "_"), name.replace("-", "_"))
         if field_name not in PARAMETER_NAMES:
             raise InvalidRequestError(unknown_parameter(name))
-        value: Any = text
-        if text.lower() in OFF:
-            value = None
-        elif text:
-            try:
-                value = json.loads(text)
-            except ValueError:
-                value = {"true": True, "false": False}.get(text.lower(), text)
+        named = {"true": True, "false": False} | dict.fromkeys(OFF)
+        try:
+            value = named[text.lower()] if text.lower() in named else json.loads(text)
+        except ValueError:
+            value = text
         self.params = SamplingParams.from_mapping(params_to_json(self.params) | {field_name: value})
         self._set[field_name] = value
 
@@ -125,9 +100,9 @@ class ChatSession:
         """
         if self._open_model is None:
             raise InvalidRequestError("the model of this conversation cannot be changed")
-        opened = self._open_model(name)
-        params = SamplingParams.from_mapping(params_to_json(opened.params) | self._set)
-        former, self.model, self.memory = self.model, opened.model, opened.model.session()
+        model, params = self._open_model(name)
+        params = SamplingParams.from_mapping(params_to_json(params) | self._set)
+        former, self.model, self.memory = self.model, model, model.session()
         self.name, self.params, self.last = name, params, None
         former.close()
 
@@ -172,7 +147,10 @@ class ChatSession:
             self.messages = [*asked, result.to_message()]
             prompt_ids = self.memory.token_ids[: result.prompt_tokens]
             self.last = LastTurn(asked, prompt_ids, replace(params, seed=result.seed), self.tools, result)
-        self.statistics.add(result)
+        self.num_answers += 1
+        self.num_tokens += result.generated_tokens
+        self.seconds += result.timing.total_time_s
+        self.context_tokens = result.prompt_tokens + result.generated_tokens
         return result
 
     def last_answer(self) -> LastTurn:
@@ -227,17 +205,13 @@ class ChatSession:
 
         After a failure, the path has the old file or the new one, never a part of one.
         """
+        check_writable(path)
         record = self._record(self.messages)
-        if not path.parent.is_dir():
-            raise InvalidRequestError(f"{path} cannot be written: there is no folder {path.parent}")
-        if path.is_dir():
-            raise InvalidRequestError(f"{path} cannot be written: it is a folder: name a file in it")
         if not is_json_name(path):
             self.memory.save(path, note=record)
             return
-        content = (json.dumps(record, ensure_ascii=False, indent=2) + "\n").encode("utf-8", "surrogatepass")
-        with refusing(f"{path} cannot be written"), replacing(path) as file:
-            file.write(content)
+        content = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
+        write_whole(path, content.encode("utf-8", "surrogatepass"), mode=0o600)
 
     def load(self, path: Path) -> None:
         """Replace the conversation with a saved one.
@@ -264,7 +238,7 @@ class ChatSession:
         self.messages = [{name: message[name] for name in _FIELDS if name in message} for message in messages]
         self.tools = tools
         self._set, self.last = dict(params), None
-        self.statistics.context_tokens = 0
+        self.context_tokens = 0
 
     def _record(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         params = params_to_json(self.params)
@@ -296,22 +270,15 @@ def _holds_json(path: Path) -> bool:
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for parameter in fields(params):
-        value = getattr(params, parameter.name)
-        if isinstance(value, Mapping):
-            value = {str(token_id): bias for token_id, bias in value.items()}
-        elif isinstance(value, frozenset | tuple):
-            value = list(value)
-        values[parameter.name] = value
-    return values
+    return {name: json_value(getattr(params, name)) for name in PARAMETER_NAMES}
 
 
 def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-        return False
-    calls = message.get("tool_calls", [])
-    return isinstance(calls, list) and all(map(_is_call, calls))
+    match message:
+        case {"role": role, "content": str()}:
+            calls = message.get("tool_calls", [])
+            return role in ROLES and isinstance(calls, list) and all(map(_is_call, calls))
+    return False
 
 
 def _is_call(call: Any) -> bool:
@@ -322,17 +289,8 @@ def _is_call(call: Any) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        status = path.stat()
-        is_ours = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_FILE_BYTES
-        content = path.read_bytes() if is_ours else b""
-    except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidRequestError(f"{path} cannot be read: {reason}") from error
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise InvalidRequestError(f"{path} is not a conversation saved by /save")
-    return record
+    content = read_bytes(path, "the conversation", MAX_FILE_BYTES)
+    with suppress(ValueError, RecursionError):
+        if isinstance(record := json.loads(content), dict):
+            return record
+    raise InvalidRequestError(f"{path} is not a conversation saved by /save")

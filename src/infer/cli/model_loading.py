@@ -9,7 +9,7 @@ allow.
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,21 +26,21 @@ from infer.cli.command_options import (
     PerplexityOptions,
 )
 from infer.cli.process_streams import exit_on_signal, keeping_garbage
-from infer.cli.prompts import is_given
+from infer.cli.prompts import is_given, refuse_several
 from infer.cli.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal import Spinner, columns_of_rows, note
+from infer.cli.terminal import Spinner, ask_line, columns_of_rows, note
 from infer.compute.backends.before_load import step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.errors import InferError, InvalidRequestError
 from infer.model_settings import ModelSettings
 from infer.request_limits import DEFAULT_PREFIX_BYTES
-from infer.sampling_params import CONSTRAINTS, SamplingParams
+from infer.sampling_params import SamplingParams
 from infer.system.cores import check_num_threads
 from infer.system.spellings import install_extra
 
 Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions)
 _MOST_LISTED = 20
-_BENCH_SIZES = ("prompt_tokens", "num_tokens", "context")
+_WITH_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 MODULES_BY_EXTRA = {
     "chat": ("prompt_toolkit",),
     "serve": ("starlette", "httptools", "msgspec", "prometheus_client", "uvicorn"),
@@ -158,22 +158,14 @@ def _ask(offers: Sequence[ModelOffer], *, has_default: bool) -> str:
     """Return the name of the offer whose number is typed, or any other name that is typed."""
     click.echo("\n".join(offer_lines(offers)), err=True)
     question = f"number or name{' [1]' if has_default else ''}: "
-    while True:
-        click.echo(question, nl=False, err=True)
-        try:
-            line = sys.stdin.readline()
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            raise
-        if not line:
-            click.echo(err=True)
-            raise InvalidRequestError("no model was chosen: name one with -m")
+    while line := ask_line(question):
         typed = line.strip() or ("1" if has_default else "")
         if typed.isdecimal() and 1 <= int(typed) <= len(offers):
             return offers[int(typed) - 1].name
         if typed and not typed.isdecimal():
             return typed
         click.echo(f"Type a number from 1 to {len(offers)}, or the name of a model.", err=True)
+    raise InvalidRequestError("no model was chosen: name one with -m")
 
 
 def offer_lines(offers: Sequence[ModelOffer]) -> Iterator[str]:
@@ -207,7 +199,8 @@ def check_options(options: _Loading, params: Collection[SamplingParams]) -> None
     The model's headers are opened only if an option depends on them.
     """
     check_loading(options)
-    settings, named = options.settings, _named_ids(params)
+    settings = options.settings
+    named = [(name, token_id) for each in params for name in _WITH_IDS for token_id in getattr(each, name) or ()]
     if settings.max_seq_len is None and settings.cache == CacheSettings() and not named:
         from infer.files import resolve
 
@@ -215,21 +208,18 @@ def check_options(options: _Loading, params: Collection[SamplingParams]) -> None
     else:
         _check_headers(options.model, settings, named)
     for each in params:
-        _check_grammar(each)
+        from infer.text.grammar.grammar import grammar_of
+
+        if (grammar := grammar_of(each)) is not None:
+            from infer.text.grammar.libraries import check
+
+            check(grammar)
 
 
 def check_loading(options: _Loading) -> None:
     """Raise InvalidRequestError for options that no model on this machine can have."""
-    settings = options.settings
-    if settings.threads is not None:
-        check_num_threads(settings.threads)
-    _check_step(options)
-    if settings.dtype != "auto" and settings.weights != "auto":
-        raise InvalidRequestError("--dtype and --weights contradict each other: give one of them")
-
-
-def _check_step(options: _Loading) -> None:
-    """Raise InvalidRequestError for an option that is above the limits of a step on the device."""
+    if options.settings.threads is not None:
+        check_num_threads(options.settings.threads)
     device = options.settings.device
     limits = step_limits(device)
     given = vars(options) | (vars(options.server) if isinstance(options, ServeOptions | DeployOptions) else {})
@@ -255,20 +245,12 @@ def q8_context(llm: "infer.LLM") -> int | None:
 
 def check_suite(context: click.Context) -> None:
     """Raise UsageError if options of `infer bench` contradict each other."""
-    given = [f"--{name.replace('_', '-')}" for name in _BENCH_SIZES if is_given(context, name)]
-    kinds = [f"--{name}" for name in ("suite", "profile") if context.params[name]]
-    if "--suite" in kinds and given:
-        raise click.UsageError(f"--suite and {given[0]} are both given: a suite has sizes of its own")
-    others = [*kinds, *(f"--{name}" for name in ("report", "compare") if context.params[name])]
-    if context.params["profile"] and len(others) > 1:
-        raise click.UsageError(f"--profile and {others[0 if others[0] != '--profile' else 1]} are both given: give one")
-
-
-def check_constraints(context: click.Context) -> None:
-    """Raise UsageError if two constraints are given, with the names under which they were given."""
-    given = [f"--{name.replace('_', '-')}" for name in CONSTRAINTS if is_given(context, name)]
-    if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} are both given: give one")
+    sizes = [name for name in ("prompt_tokens", "num_tokens", "context") if is_given(context, name)]
+    if context.params["suite"] and sizes:
+        flag = f"--{sizes[0].replace('_', '-')}"
+        raise click.UsageError(f"--suite and {flag} are both given: a suite has sizes of its own")
+    kinds = [f"--{name}" for name in ("profile", "suite", "report", "compare") if context.params[name]]
+    refuse_several(kinds[:2] if context.params["profile"] else ())
 
 
 @contextmanager
@@ -281,20 +263,6 @@ def needs_extra() -> Iterator[None]:
             if error.name in modules:
                 raise InvalidRequestError(f"{error.name} is not installed: {install_extra(extra)}") from error
         raise
-
-
-def _check_grammar(params: SamplingParams) -> None:
-    from infer.text.grammar.grammar import grammar_of
-
-    if (grammar := grammar_of(params)) is not None:
-        from infer.text.grammar.libraries import check
-
-        check(grammar)
-
-
-def _named_ids(params: Collection[SamplingParams]) -> list[tuple[str, int]]:
-    names = ("logit_bias", "allowed_token_ids", "stop_token_ids")
-    return [(name, token_id) for each in params for name in names for token_id in getattr(each, name) or ()]
 
 
 def _check_headers(model: str, settings: ModelSettings, named: Collection[tuple[str, int]]) -> None:
@@ -323,7 +291,9 @@ def load_model(options: LoadOptions) -> "infer.LLM":
 
 def load_quietly(options: LoadOptions | ServeOptions, on_progress: Callable[[int, int], None]) -> "infer.LLM":
     """Return the LLM that the options describe. May be called on any thread."""
-    with keeping_garbage(), kernels_ahead(options):
+    from infer.models.compile_ahead import compiling_ahead
+
+    with keeping_garbage(), compiling_ahead(options.model, options.settings):
         from infer.llm import LLM
 
         return LLM(options.model, **vars(model_settings(options)), on_progress=on_progress)
@@ -353,10 +323,3 @@ def bytes_for_prefixes(options: LoadOptions | ServeOptions | DeployOptions) -> i
             "--prefix-disk stores the prompts of all users in one folder: leave out --prefix-disk or --api-key-file"
         )
     return 0 if has_keys else DEFAULT_PREFIX_BYTES if given is None else given
-
-
-def kernels_ahead(options: LoadOptions | ServeOptions | DeployOptions | BenchOptions) -> AbstractContextManager[None]:
-    """Return a context in which torch and the model are loaded while kernels are compiled ahead."""
-    from infer.models.compile_ahead import compiling_ahead
-
-    return compiling_ahead(options.model, options.settings)

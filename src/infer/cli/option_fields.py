@@ -48,6 +48,8 @@ ALIASES = {  # accepted if the command has the option that they mean
     "--file": "--prompt-file",
     "--num-threads": "--threads",
 }
+_DEVICES = re.compile(r"auto|cpu(:\d+)?|cuda(:\d+(,\d+)*)?|opencl(:.*)?", re.DOTALL)
+_UNSUPPORTED = {"vulkan": "Vulkan", "metal": "Metal", "mps": "Metal", "rocm": "ROCm"}
 REPLACED = {  # flags without effect
     "--zero-copy": "--zero-copy is always on if a device has the host's memory: nothing is copied",
     "--gpu-attn": "--gpu-attn is not needed: attention runs on the model's device (--device)",
@@ -132,7 +134,10 @@ def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def takes_options(
     kind: type[Options],
 ) -> Callable[[Callable[[click.Context, Options], int | None]], Callable[..., int]]:
-    """Decorate a function that runs a command with an instance of `kind`, and returns the exit status or None."""
+    """Decorate a function that runs a command with an instance of `kind`, and returns the exit status or None.
+
+    The command's help is the function's docstring, or that of `kind`.
+    """
 
     def decorate(run: Callable[[click.Context, Options], int | None]) -> Callable[..., int]:
         def command(**values: Any) -> int:
@@ -142,7 +147,7 @@ def takes_options(
             context.call_on_close(partial(silence, False))  # only within this command
             return run(context, make_options(kind, values)) or 0
 
-        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__name__, command.__doc__ = run.__name__, run.__doc__ or kind.__doc__
         return apply_options(list(decorators_of(kind)), command)
 
     return decorate
@@ -192,16 +197,22 @@ def _type_of(annotation: Any, setting: Field[Any], declared: Parameter) -> dict[
     return _TYPE_BY_KIND.get(declared.kind) or _settings_of(annotation, is_option=True)
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
-    """A number of bytes, such as 800MB or 1.5GiB."""
+def size(value: object) -> int:
+    """Return a number of bytes, such as 800MB or 1.5GiB."""
+    num_bytes = parse_size(str(value))
+    if num_bytes is None:
+        raise click.BadParameter(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB")
+    return num_bytes
 
-    name = "size"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        num_bytes = parse_size(str(value))
-        if num_bytes is None:
-            self.fail(f"{value!r:.40} is not a size: write a number and a unit, such as 800MB or 12GB", param, ctx)
-        return num_bytes
+def device(value: object) -> str:
+    """Return auto, cpu, cuda, cuda:N, cuda:N,N, opencl or opencl:NAME. The error for another name lists the kinds."""
+    if _DEVICES.fullmatch(str(value)):
+        return str(value)
+    kind = str(value).partition(":")[0].lower()
+    fix = f": {_UNSUPPORTED[kind]} is not supported" if kind in _UNSUPPORTED else ""
+    fix = ": a GPU is named cuda" if kind == "gpu" else fix
+    raise click.BadParameter(f"{value!r} is not one of 'auto', 'cpu', 'cuda', 'opencl'{fix}")
 
 
 def what_to_type(word: str, commands: Collection[str]) -> str:
@@ -252,29 +263,8 @@ def _spelled(arguments: Sequence[str], known: Collection[str]) -> Iterator[str]:
     yield from arguments[end:]
 
 
-class Device(click.ParamType):  # type: ignore[type-arg]  # only new versions of click are generic
-    """auto, cpu, cuda, cuda:N, cuda:N,N, opencl or opencl:NAME. The error for another name lists the known kinds."""
-
-    name = "device"
-    _KNOWN = re.compile(r"auto|cpu(:\d+)?|cuda(:\d+(,\d+)*)?|opencl(:.*)?", re.DOTALL)
-    _ELSEWHERE: Mapping[str, str] = {
-        "vulkan": "Vulkan is not supported",
-        "metal": "Metal is not supported",
-        "mps": "Metal is not supported",
-        "gpu": "a GPU is named cuda",
-        "rocm": "ROCm is not supported",
-    }
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if self._KNOWN.fullmatch(str(value)):
-            return str(value)
-        why = self._ELSEWHERE.get(str(value).partition(":")[0].lower())
-        message = f"{value!r} is not one of 'auto', 'cpu', 'cuda', 'opencl'" + (f": {why}" if why else "")
-        raise click.BadParameter(message, ctx, param)
-
-
 _TYPE_BY_KIND: Mapping[Kind, dict[str, Any]] = {
-    DEVICE: {"type": Device()},
-    Size(): {"type": ByteSize()},
+    DEVICE: {"type": device},
+    Size(): {"type": size},
     TEMPLATE: {"type": click.Path(path_type=Path), "callback": read_named_file},
 }

@@ -31,14 +31,19 @@ def read_text(path: Path, what: str, limit: int = MAX_PROMPT_BYTES) -> str:
     if str(path) == "-":
         _take_stdin(what)
         return read_stdin(f"{what} -", limit)
+    return _decode(read_bytes(path, what, limit), f"{what} {path}", limit)
+
+
+def read_bytes(path: Path, what: str, limit: int) -> bytes:
+    """Return the file's bytes. Raises InvalidRequestError if it cannot be read, or has more than `limit` bytes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: the name has a zero byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidRequestError(f"{what} {path} cannot be read: {reason}") from error
     try:
         with refusing(f"{what} {path} cannot be read"):
-            return _decode(_read_checked(descriptor, f"{what} {path}", limit), f"{what} {path}", limit)
+            return _read_checked(descriptor, f"{what} {path}", limit)
     finally:
         os.close(descriptor)
 
@@ -61,15 +66,26 @@ def refusing(problem: str) -> Iterator[None]:
         raise InvalidRequestError(f"{problem}: {error.strerror}") from error
 
 
-def check_writable(path: Path, what: str) -> None:
-    """Raise InvalidRequestError, before anything is computed, if no file can be written at a path."""
-    if path.is_dir() or not path.parent.is_dir():
-        problem = "it is a folder" if path.is_dir() else f"{path.parent} is not a folder"
-        raise InvalidRequestError(f"{what} cannot be written: {problem}")
+def check_writable(path: Path | None, what: str = "") -> None:
+    """Raise InvalidRequestError, before anything is computed, if a path is given and no file can be written there.
+
+    `what` is written before the path.
+    """
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        problem = "it is a folder: name a file in it" if path.is_dir() else f"there is no folder {path.parent}"
+        raise InvalidRequestError(f"{what}{path} cannot be written: {problem}")
+
+
+def write_whole(path: Path, content: bytes, what: str = "", mode: int = 0o666) -> None:
+    """Write a file, replacing any file of this name. Raises InvalidRequestError if it cannot be written."""
+    from infer.system.atomic import replacing
+
+    with refusing(f"{what}{path} cannot be written"), replacing(path, mode) as file:
+        file.write(content)
 
 
 def _decode(content: bytes, what: str, limit: int) -> str:
-    _check_size(len(content), what, limit)
+    _check_size(len(content), what, limit)  # stdin may have more
     try:
         return content.decode("utf-8-sig")  # Windows programs begin files with a byte order mark
     except UnicodeDecodeError as error:

@@ -21,9 +21,10 @@ from click.core import ParameterSource
 import infer
 from infer.cli.option_fields import Declared, Function, apply_options, argument, option
 from infer.cli.option_files import MAX_PROMPT_BYTES, MAX_PROMPTS_BYTES, is_stdin_taken, read_row, read_stdin, read_text
+from infer.cli.terminal import ask_line
 from infer.compute.sampling.keywords import CHAT_DEFAULTS, PRESETS, SamplingDefaults, beside, default_params
 from infer.errors import InvalidRequestError
-from infer.parameters import Bias, Flag, Number, OneOf, Texts, TokenIds
+from infer.parameters import Bias, Count, Flag, Kind, Number, OneOf, Texts, TokenIds
 from infer.sampling_params import ALIASES, CONSTRAINTS, FILTER_NAMES, PARAMETERS, SamplingParams, values_from
 from infer.system.status_line import write_notice
 
@@ -32,6 +33,13 @@ HINT_SECONDS = 2.0  # without input, after which a message says that stdin is re
 _PRESET_HELP = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in PRESETS["seed"].items())
 _NOT_HERE = (*CONSTRAINTS, "logprobs", "logprobs_mode")  # options of other groups
 _LENGTHS = ("max_new_tokens", "min_new_tokens")
+_END_OF_HELP = {
+    "logprobs": "",
+    "seed": "  [default: random, shown with -v]",
+    "max_new_tokens": f"  [default: {CHAT_DEFAULTS['max_new_tokens']}]",
+    "min_new_tokens": "  [default: 0]",
+    **dict.fromkeys(("stop", "logit_bias"), " Repeatable."),
+}
 _OFF_BY_NAME = {name: PARAMETERS[name].none[0] for name in ("top_k", "repetition_window")}  # the numbers that mean None
 
 
@@ -63,9 +71,7 @@ def one_prompt(options: PromptOptions, *, prompts_file: Path | None = None) -> P
     """
     sources = {"PROMPT": options.words or None, "--prompt": options.prompt, "--prompt-file": options.prompt_file,
                "--prompts-file": prompts_file}  # fmt: skip
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} are both given: give one")
+    refuse_several([name for name, value in sources.items() if value is not None])
     if len(options.words) > 1:
         count = len(options.words)
         raise click.UsageError(f"the prompt must be one argument, got {count}: put it in quotes (-m names a model)")
@@ -83,7 +89,7 @@ def _prompt_text(options: PromptOptions) -> str:
     piped = _piped_text(is_needed=not options.words)
     if options.words:
         return f"{options.words[0]}\n\n{piped}" if piped else options.words[0]
-    text = _asked_text() if piped is None else piped
+    text = ask_line("prompt: ").removesuffix("\n") if piped is None else piped
     if not text.strip():
         where = "" if piped is None else "stdin is empty; "
         raise InvalidRequestError(f'no prompt: {where}give one, as in infer generate "Once upon a time"')
@@ -134,15 +140,6 @@ def _piped_text(*, is_needed: bool) -> str | None:
     return read_stdin("the text on stdin", MAX_PROMPT_BYTES).removesuffix("\n").removesuffix("\r")
 
 
-def _asked_text() -> str:
-    """Return one line from the terminal, or "" at the end of input."""
-    print("prompt: ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
-        print(file=sys.stderr)
-    return line.removesuffix("\n")
-
-
 def _warn_of_unread_stdin() -> None:
     """Warn if a pipe has unread text: otherwise it would seem to be read."""
     descriptor = _descriptor()
@@ -185,37 +182,18 @@ def logprobs_options(function: Function) -> Function:
 
 def _option(name: str, before: str = "") -> Callable[[Function], Function]:
     """Return the option of a parameter, made from its declaration."""
-    declared, flag = PARAMETERS[name], f"--{name.replace('_', '-')}"
-    help = before + declared.help
-    match declared.kind:
-        case Flag():
-            return click.option(flag, is_flag=True, help=help)
-        case OneOf(values=values):
-            return click.option(flag, type=click.Choice(values), default=values[0], show_default=True, help=help)
-        case Texts():
-            return click.option(flag, multiple=True, metavar="TEXT", help=f"{help} Repeatable.")
-        case TokenIds():
-            return click.option(flag, callback=_parse_ids, multiple=True, metavar="ID,ID…", help=help)
-        case Bias():
-            return click.option(
-                flag, callback=_parse_bias, multiple=True, metavar="ID=VALUE", help=f"{help} Repeatable."
-            )
-    flags = ["-n", flag] if name == "max_new_tokens" else [flag]
-    kind, metavar = (float if isinstance(declared.kind, Number) else int), "N" if name == "logprobs" else None
-    return click.option(*flags, type=kind, metavar=metavar, help=help + _default_of(name))
+    kind, flags = PARAMETERS[name].kind, ["-n"] * (name == "max_new_tokens") + [f"--{name.replace('_', '-')}"]
+    metavar = "N" if name == "logprobs" else None
+    settings: Mapping[str, Any] = _SETTINGS_BY_KIND.get(type(kind)) or {"type": int, "metavar": metavar}
+    if isinstance(kind, OneOf):
+        settings = {"type": click.Choice(kind.values), "default": kind.values[0], "show_default": True}
+    return click.option(*flags, help=before + PARAMETERS[name].help + _end_of_help(name), **settings)
 
 
-def _default_of(name: str) -> str:
-    """Return the end of an option's help: the value that applies without the option."""
-    match name:
-        case "logprobs":
-            return ""
-        case "seed":
-            return "  [default: random, shown with -v]"
-        case "max_new_tokens":
-            return f"  [default: {CHAT_DEFAULTS[name]}]"
-        case "min_new_tokens":
-            return "  [default: 0]"
+def _end_of_help(name: str) -> str:
+    """Return the end of an option's help: if it is repeatable, or the value that applies without the option."""
+    if name in _END_OF_HELP or not isinstance(PARAMETERS[name].kind, Number | Count):
+        return _END_OF_HELP.get(name, "")
     neutral = _OFF_BY_NAME.get(name, getattr(SamplingParams(), name))
     in_chats = f", in a chat {CHAT_DEFAULTS[name]:g}" if name in CHAT_DEFAULTS else ""
     return f"  [default: the model's, else {neutral:g}{in_chats}]"
@@ -225,10 +203,23 @@ def is_given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) not in (ParameterSource.DEFAULT, None)
 
 
-def given_values(context: click.Context, options: Mapping[str, Any]) -> dict[str, Any]:
+def refuse_several(given: Sequence[str]) -> None:
+    """Raise UsageError if several options are given of which a command takes one."""
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} are both given: give one")
+
+
+def given_values(context: click.Context) -> dict[str, Any]:
     """Return the values that the command line gives, by the names of SamplingParams."""
-    given = {name: options[name] for name in PARAMETERS if name in options and is_given(context, name)}
-    return {**PRESETS.get(options["preset"] or "", {}), **values_from(given)}
+    given = {name: context.params[name] for name in PARAMETERS if is_given(context, name)}
+    return {**PRESETS.get(context.params["preset"] or "", {}), **values_from(given)}
+
+
+def json_value(value: Any) -> Any:
+    """Return a parameter's value as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(token_id): bias for token_id, bias in value.items()}
+    return sorted(value) if isinstance(value, frozenset) else list(value) if isinstance(value, tuple) else value
 
 
 def model_defaults(model: "infer.LLM", options: Mapping[str, Any]) -> SamplingDefaults:
@@ -284,3 +275,12 @@ def _parse_ids(context: click.Context, option: click.Parameter, values: tuple[st
         return [int(token_id) for value in values for token_id in value.replace(",", " ").split()] or None
     except ValueError:
         raise click.BadParameter(f"{' '.join(values)!r} is not a list of ids, as in 2,1234", context, option) from None
+
+
+_SETTINGS_BY_KIND: Mapping[type[Kind], dict[str, Any]] = {
+    Flag: {"is_flag": True},
+    Number: {"type": float},
+    Texts: {"multiple": True, "metavar": "TEXT"},
+    TokenIds: {"multiple": True, "metavar": "ID,ID…", "callback": _parse_ids},
+    Bias: {"multiple": True, "metavar": "ID=VALUE", "callback": _parse_bias},
+}

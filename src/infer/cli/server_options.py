@@ -90,6 +90,12 @@ class ServeOptions(
 ):
     """The options of `infer serve`."""
 
+    @property
+    def serves_several(self) -> bool:
+        """True if each model has its own process, which may be unloaded."""
+        of_all = (self.server.memory, self.server.idle_unload)
+        return len(self.models) > 1 or any((self.models_dir, self.load_on_demand, self.pinned, *of_all))
+
 
 class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions, ServedOptions):
     replicas: int = option(type=AT_LEAST_1, default=1, help="Number of engines, each with the model.")
@@ -105,6 +111,7 @@ class DeployOptions(ModelArgument, ModelOption, ClientOptions, SchedulingOptions
                                       help="Time with too few requests before an engine is removed.")
     drain_seconds: float = option(type=click.FloatRange(min=0), default=600.0,
                                   help="Time for the running answers of an engine or a front that is removed.")
+
 
 class ServerAddress(VerboseOption):
     """Options of a command that asks a running server."""
@@ -131,9 +138,3 @@ class StopOptions(RunningServerOptions):
 
     model: str = argument()
 # fmt: on
-
-
-def serves_several(options: ServeOptions) -> bool:
-    """Return True if each model has its own process, which may be unloaded."""
-    of_all = (options.server.memory, options.server.idle_unload)
-    return len(options.models) > 1 or any((options.models_dir, options.load_on_demand, options.pinned, *of_all))

@@ -15,28 +15,23 @@ from typing import Any
 import click
 
 import infer as package
-from infer.cli import command_options, server_options
+from infer.cli import command_options, prompts, server_options
 from infer.cli.model_loading import (
-    check_constraints,
     check_options,
     check_suite,
     choose_model,
     choose_models,
     chosen_or_default,
-    kernels_ahead,
     load_model,
-    load_quietly,
     needs_extra,
     take_named,
 )
 from infer.cli.option_fields import TolerantCommand, takes_options, what_to_type
-from infer.cli.option_files import MAX_PROMPTS_BYTES, read_text, read_texts
+from infer.cli.option_files import MAX_PROMPTS_BYTES, check_writable, read_text, read_texts
 from infer.cli.process_streams import exit_on_signal
-from infer.cli.prompts import given_values, is_given, many_prompts, merge_params, model_defaults, one_prompt, own_params
-from infer.cli.server_options import serves_several
 from infer.cli.terminal import Spinner
 from infer.compute.sampling.keywords import default_params
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import CONSTRAINTS, SamplingParams
 
 
 class Commands(click.Group):
@@ -44,26 +39,11 @@ class Commands(click.Group):
 
     command_class = TolerantCommand
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise click.UsageError(what_to_type(args[0], self.commands), ctx)
-        return super().resolve_command(ctx, args)
-
-
-def _show_version(*, with_machine: bool) -> None:
-    """Print the version, and with `with_machine` also the machine.
-
-    The package's version is read only here, because that takes a fifth of the time of --help.
-    """
-    if not with_machine:
-        click.echo(f"infer {package.__version__}")
-        return
-    from infer.cli.commands.models_command import version_lines
-
-    for line in version_lines():
-        click.echo(line)
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and not cmd_name.startswith("-"):
+            raise click.UsageError(what_to_type(cmd_name, self.commands), ctx)
+        return command
 
 
 @click.group(
@@ -77,7 +57,11 @@ def _show_version(*, with_machine: bool) -> None:
 def infer(context: click.Context, /, is_version: bool, verbose: bool) -> None:
     """Run open-weight language models: exact, fast, readable."""
     if is_version:
-        _show_version(with_machine=verbose)
+        click.echo(f"infer {package.__version__}")  # read only here, because that takes a fifth of the time of --help
+        if verbose:
+            from infer.cli.commands.models_command import version_lines
+
+            click.echo("\n".join(version_lines()))
         context.exit()
     if verbose and context.invoked_subcommand is not None:
         raise click.UsageError(f"-v belongs after the command: infer {context.invoked_subcommand} -v", context)
@@ -106,33 +90,32 @@ def _add(
         status: int | None = getattr(imported, function)(*given)
         return status
 
-    run.__doc__ = kind.__doc__
     infer.command(name)(takes_options(kind)(run))
 
 
 @_command
 def generate(context: click.Context, options: command_options.GenerateOptions) -> int:
     """Continue a PROMPT, or a text on stdin. The text goes to stdout while it is generated, the times to stderr."""
-    check_constraints(context)
+    prompts.refuse_several([f"--{name.replace('_', '-')}" for name in CONSTRAINTS if prompts.is_given(context, name)])
     if options.logprobs is not None and not (options.as_json or options.as_lines):
         raise click.UsageError("--logprobs needs --json or --json-lines")
     if options.permalink and (options.prompts_file is not None or options.overflow != "error"):
         raise click.UsageError("--permalink needs one whole prompt: leave out --prompts-file and --overflow")
-    given = given_values(context, context.params)
+    given = prompts.given_values(context)
     check_options(options, [default_params({}, given, is_chat=options.chat)])
-    prompt = one_prompt(options, prompts_file=options.prompts_file)
-    asked = [] if options.prompts_file is None else many_prompts(options.prompts_file, options)
-    own = own_params(asked, given, {}, is_chat=options.chat)
+    prompt = prompts.one_prompt(options, prompts_file=options.prompts_file)
+    asked = [] if options.prompts_file is None else prompts.many_prompts(options.prompts_file, options)
+    own = prompts.own_params(asked, given, {}, is_chat=options.chat)
     if own:
         check_options(options, own)
     from infer.cli.commands.generate_command import answer_many, answer_one
 
     model = load_model(options)
-    defaults = model_defaults(model, context.params)
-    params = merge_params(defaults, given, is_chat=options.chat, quiet=options.quiet)
+    defaults = prompts.model_defaults(model, context.params)
+    params = prompts.merge_params(defaults, given, is_chat=options.chat, quiet=options.quiet)
     if not asked:
         return answer_one(model, prompt, params, options)
-    own = own_params(asked, given, defaults, is_chat=options.chat)
+    own = prompts.own_params(asked, given, defaults, is_chat=options.chat)
     return answer_many(model, [each.prompt for each in asked], own, options)
 
 
@@ -144,7 +127,7 @@ def batch(context: click.Context, options: command_options.BatchOptions) -> int:
     that have no line. A row without a seed gets one made from --seed and its id, so the same row always gets the same
     line, with any number of workers.
     """
-    given = {name: value for name, value in given_values(context, context.params).items() if name != "seed"}
+    given = {name: value for name, value in prompts.given_values(context).items() if name != "seed"}
     check_options(options, [SamplingParams.from_mapping(given)])
     from infer.cli.commands.text_commands import run_batch
 
@@ -169,11 +152,11 @@ def compare(context: click.Context, options: command_options.CompareOptions) -> 
     Without MODEL, it is the reference with the given options. The options do not apply to the reference itself.
     """
     options = take_named(context, options)
-    if not (options.named or is_given(context, "model")):
+    if not (options.named or prompts.is_given(context, "model")):
         options = replace(options, model=options.reference)
-    from infer.cli.commands.quality_commands import check_page, reference_options, run_compare
+    from infer.cli.commands.quality_commands import reference_options, run_compare
 
-    check_page(options.html)
+    check_writable(options.html, "the page ")
     plain = reference_options(context, options)
     check_options(plain, [])
     check_options(options, [])
@@ -190,7 +173,7 @@ def chat(context: click.Context, options: command_options.ChatOptions) -> int:
     options = choose_model(context, options)
     from infer.cli.chat_loop import run_chat
 
-    return run_chat(options, given_values(context, context.params), load_model)
+    return run_chat(options, prompts.given_values(context), load_model)
 
 
 @_command
@@ -205,7 +188,7 @@ def replay(context: click.Context, options: command_options.ReplayOptions) -> in
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)
     body = read_request(link)
-    if not is_given(context, "model"):
+    if not prompts.is_given(context, "model"):
         options = replace(options, model=model_of(link, options.model))
     check_options(options, [])
     return run_replay(load_model(options), link, body)
@@ -219,13 +202,13 @@ def serve(context: click.Context, options: server_options.ServeOptions) -> int:
     the memory of --memory: each is loaded at the start or for its first request.
     """
     options = choose_models(context, options)
-    is_shelf = options.listen_fd is None and serves_several(options)
+    is_shelf = options.listen_fd is None and options.serves_several
     if not is_shelf:
         check_options(options, [])
     with needs_extra():
         from infer.cli.commands.serve_command import run_models, run_serve
 
-    return run_models(options) if is_shelf else run_serve(options, partial(load_quietly, options))
+    return run_models(options) if is_shelf else run_serve(options)
 
 
 @infer.group(name="ray", cls=click.Group)
@@ -273,14 +256,14 @@ def launch(context: click.Context, options: server_options.LaunchOptions) -> int
 @_command
 def sample_trace(context: click.Context, options: command_options.TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
-    given = given_values(context, context.params)
+    given = prompts.given_values(context)
     check_options(options, [default_params({}, given, is_chat=options.chat)])
     from infer.cli.commands.generate_command import run_trace
 
-    prompt = one_prompt(options)
+    prompt = prompts.one_prompt(options)
     model = load_model(options)
-    defaults, quiet = model_defaults(model, context.params), options.quiet or options.as_json
-    run_trace(model, prompt, merge_params(defaults, given, is_chat=options.chat, quiet=quiet), options)
+    defaults, quiet = prompts.model_defaults(model, context.params), options.quiet or options.as_json
+    run_trace(model, prompt, prompts.merge_params(defaults, given, is_chat=options.chat, quiet=quiet), options)
 
 
 @_command
@@ -289,7 +272,9 @@ def bench(context: click.Context, options: command_options.BenchOptions) -> None
     check_suite(context)
     options = take_named(context, options)
     check_options(options, [])
-    with kernels_ahead(options):
+    from infer.models.compile_ahead import compiling_ahead
+
+    with compiling_ahead(options.model, options.settings):
         with exit_on_signal(), Spinner("loading"):
             from infer.cli.commands.bench_command import run_bench
 

@@ -180,15 +180,26 @@ def note(text: str) -> None:
     click.echo(click.style(text, dim=True) if has_styles(sys.stderr) else text, err=True)
 
 
+def ask_line(question: str) -> str:
+    """Return the line that a person types at the terminal, with its end, or "" at the end of input."""
+    click.echo(question, nl=False, err=True)
+    line = ""
+    try:
+        line = sys.stdin.readline()
+    finally:
+        if not line:  # the end of input, or Ctrl-C
+            click.echo(err=True)
+    return line
+
+
 def text_of_rows(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of two columns as a note. On a terminal, long values are wrapped within their column."""
     width, columns = max(len(name) for name, _ in rows), columns_of(sys.stderr) if sys.stderr.isatty() else 0
     lines = []
     for name, value in rows:
         head = f"  {name:<{width}}  "
-        is_wrapped = columns >= len(head) + MIN_WIDTH
-        wrapped = textwrap.wrap(value, columns - len(head), break_on_hyphens=False) if is_wrapped else [value]
-        lines.append(f"\n{'':{len(head)}}".join([head + wrapped[0], *wrapped[1:]]))
+        wrap = textwrap.TextWrapper(columns, head, " " * len(head), break_on_hyphens=False)
+        lines.append(wrap.fill(value) if columns >= len(head) + MIN_WIDTH else head + value)
     return "\n".join(lines)
 
 

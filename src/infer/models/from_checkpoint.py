@@ -114,10 +114,6 @@ def load_checked(
     """
     architecture, cache = make_architecture(checkpoint.config), settings.cache
     check_layers(cache, architecture.mixers)
-    if settings.dtype != "auto" and settings.weights != "auto":
-        raise InvalidRequestError(
-            f"dtype={settings.dtype} and weights={settings.weights} contradict each other: give only one of them"
-        )
     backend = device_backend(settings.device)
     backend.check_kv_type(cache.kv_type)
     context, step = context_length(settings.max_seq_len, architecture, cache), backend.step_limits

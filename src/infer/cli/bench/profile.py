@@ -20,7 +20,6 @@ from infer.compute.kvcache.groups import read_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import Attention, GatedDeltaNet, Mixer, ShortConv
-from infer.compute.operands.weights import Projection
 from infer.engine.runner.runner import Runner
 from infer.llm import LLM
 from infer.models.load import OnProgress
@@ -31,6 +30,7 @@ PREFILL_STEPS, DECODE_STEPS = 3, 32
 _Cycles = list[tuple[str, int]]  # per command of a step: label and cycles
 NORMS = ("normalize", "post_norm")  # kinds of commands that are shown as one
 _FLOAT_BYTES = 4
+_KINDS: dict[type[Mixer], str] = {Attention: "attend", ShortConv: "conv", GatedDeltaNet: "delta_net"}
 
 
 @final
@@ -125,14 +125,11 @@ def summarize(
         calls[kind] += 1
         seconds[kind] += spent / num_tokens
         layers[layer] += spent / num_tokens
-    num_bytes: dict[str, int] = {}
+    num_bytes = Counter[str]()
     if num_tokens == 1:
-        num_bytes = weight_bytes_by_kind(model) | mixer_bytes(model.architecture, model.kv_type, context)
-    num_flops = flops_by_kind(model, num_tokens, context)
-    operations = [
-        StepOperation(kind, calls[kind], seconds[kind], num_bytes.get(kind, 0), num_flops.get(kind, 0))
-        for kind in calls
-    ]
+        num_bytes.update(weight_bytes_by_kind(model) | mixer_bytes(model.architecture, model.kv_type, context))
+    flops = flops_by_kind(model, num_tokens, context)
+    operations = [StepOperation(each, calls[each], seconds[each], num_bytes[each], flops[each]) for each in calls]
     return Profile(name, num_tokens, context, tuple(operations), tuple(layers.items()), read_bandwidth)
 
 
@@ -143,16 +140,13 @@ def split_label(label: str) -> tuple[str, str]:
     return layer, "norm" if parts[-1] in NORMS else kind
 
 
-def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> dict[str, int]:
+def flops_by_kind(model: Transformer, num_tokens: int, context: int) -> Counter[str]:
     """Return a token's share of a step's operations. Only the step's last token is multiplied by the head."""
-    kinds = projections_by_kind(model).items()
-    flops = {kind: sum(_flops(each) for each in found) for kind, found in kinds}
+    flops = mixer_flops(model.architecture, num_tokens, context)
+    for kind, found in projections_by_kind(model).items():
+        flops[kind] = sum(int(each.used_share * 2 * each.in_features * each.out_features) for each in found)
     flops["head"] //= num_tokens
-    return flops | mixer_flops(model.architecture, num_tokens, context)
-
-
-def _flops(projection: Projection) -> int:
-    return int(projection.used_share * 2 * projection.in_features * projection.out_features)
+    return flops
 
 
 def _calibrate(runner: Runner, token_ids: Sequence[int]) -> float:
@@ -181,10 +175,11 @@ def mixer_bytes(architecture: Architecture, kv_type: str, context: int) -> Count
     for mixer in architecture.mixers:
         if isinstance(mixer, Attention):
             found["attend"] += read_bytes(mixer, kv_type, context)
-        elif isinstance(mixer, GatedDeltaNet):
-            found["delta_net"] += _delta_net_bytes(mixer, context)
-        else:
-            found["conv"] += _FLOAT_BYTES * mixer.num_channels * (_num_inputs(mixer, context) + 1)
+            continue
+        floats = (min(context, mixer.num_taps - 1) + 1) * mixer.num_channels  # inputs of the convolution
+        if isinstance(mixer, GatedDeltaNet):
+            floats += _delta_net_floats(mixer, context)
+        found[_KINDS[type(mixer)]] += _FLOAT_BYTES * floats
     return found
 
 
@@ -193,33 +188,24 @@ def mixer_flops(architecture: Architecture, num_tokens: int, context: int) -> Co
     found = Counter[str]()
     positions = range(context, context + num_tokens)
     for mixer in architecture.mixers:
-        kind = "attend" if isinstance(mixer, Attention) else "conv" if isinstance(mixer, ShortConv) else "delta_net"
-        found[kind] += sum(_mixer_flops(mixer, position) for position in positions) // num_tokens
+        found[_KINDS[type(mixer)]] += sum(_mixer_flops(mixer, position) for position in positions) // num_tokens
     return found
-
-
-def _num_inputs(mixer: ShortConv | GatedDeltaNet, position: int) -> int:
-    """Return the number of earlier tokens whose inputs a convolution reads."""
-    return min(position, mixer.num_taps - 1)
 
 
 def _state_size(net: GatedDeltaNet) -> int:
     return net.num_value_heads * net.key_dim * net.value_dim
 
 
-def _delta_net_bytes(net: GatedDeltaNet, position: int) -> int:
-    """Return the bytes that the token at a position reads and writes.
+def _delta_net_floats(net: GatedDeltaNet, position: int) -> int:
+    """Return the numbers that the token at a position reads and writes, besides inputs of the convolution.
 
-    The token reads a state, the log of the page's earlier tokens (k, u and log α), and inputs of the convolution. It
-    writes its own input and log entry. The first token of a page reads the state and the whole log of the previous
-    page, and writes a state.
+    The token reads a state and the log of the page's earlier tokens (k, u and log α). It writes its own log entry. The
+    first token of a page reads the state and the whole log of the previous page, and writes a state.
     """
     place = position % STATE_TOKENS
     entry = net.num_key_heads * net.key_dim + net.value_features + net.num_value_heads
-    read = _num_inputs(net, position) * net.num_channels
-    read += (_state_size(net) if position else 0) + (place or min(position, STATE_TOKENS)) * entry
-    written = net.num_channels + entry + (0 if place else _state_size(net))
-    return _FLOAT_BYTES * (read + written)
+    read = (_state_size(net) if position else 0) + (place or min(position, STATE_TOKENS)) * entry
+    return read + entry + (0 if place else _state_size(net))
 
 
 def _mixer_flops(mixer: Mixer, position: int) -> int:
@@ -241,6 +227,5 @@ def _delta_rule_flops(net: GatedDeltaNet, position: int) -> int:
     """
     place = position % STATE_TOKENS
     with_log = 2 * (2 * place + 1)
-    flops = 4 * _state_size(net)
-    flops += with_log * (net.num_key_heads * net.key_dim + net.value_features)
+    flops = 4 * _state_size(net) + with_log * (net.num_key_heads * net.key_dim + net.value_features)
     return flops + (2 * STATE_TOKENS * _state_size(net) if position and not place else 0)

@@ -48,6 +48,12 @@ class Workload:
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})  # fields of SamplingParams
 
     @property
+    def name(self) -> str:
+        """The name of a config without a suite."""
+        size = f"{self.prompt_tokens}/{self.new_tokens}"
+        return size if self.depth == self.prompt_tokens else f"{size} at {self.depth}"
+
+    @property
     def depth(self) -> int:
         return self.context or self.prompt_tokens
 

@@ -93,10 +93,15 @@ class Divergence:
 
 
 class _Scored(NamedTuple):
-    """The predicted tokens of a window, and the logits that predict them."""
+    """At most `_ROWS` predicted tokens of a window, and the logits that predict them."""
 
-    token_ids: Int[Tensor, "tokens"]
-    logits: Float[Tensor, "tokens vocab"]
+    token_ids: Int[Tensor, "rows"]
+    logits: Float[Tensor, "rows vocab"]
+
+    def log_probabilities(self) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows"]]:
+        """Return the float64 log-probabilities of all tokens and of the right ones."""
+        found = self.logits.double().log_softmax(-1)
+        return found, found.gather(-1, self.token_ids[:, None])[:, 0]
 
 
 def measure_perplexity(llm: LLM, text: str, context: int, on_window: OnWindow = lambda done, total: None) -> Perplexity:
@@ -114,8 +119,7 @@ def measure_perplexity(llm: LLM, text: str, context: int, on_window: OnWindow = 
     """
     windows, losses = _windows(llm, text, context), list[Tensor]()
     for number, window in enumerate(windows, 1):
-        scored = _scored(llm, window)
-        losses += [-of_right for _, of_right in _log_probabilities(scored)]
+        losses += [-scored.log_probabilities()[1] for scored in _scored(llm, window)]
         on_window(number, len(windows))
     return _perplexity(torch.cat(losses), len(windows), context)
 
@@ -142,7 +146,7 @@ def measure_divergence(
     windows, found = _windows(reference, text, context), list[_Compared]()
     _windows(other, text, context)  # fits its context, too
     for number, window in enumerate(windows, 1):
-        found += _compared(*_of_same_tokens(_scored(reference, window), _scored(other, window)))
+        found += map(_compared, _scored(reference, window), _scored(other, window))
         on_window(number, len(windows))
     *tensors, errors = zip(*found, strict=True)
     right, others, kl, is_same = map(torch.cat, tensors)
@@ -175,27 +179,13 @@ def _windows(llm: LLM, text: str, context: int) -> list[list[int]]:
     return cut(tokenizer, ids, context)
 
 
-def _scored(llm: LLM, window: list[int]) -> _Scored:
+def _scored(llm: LLM, window: list[int]) -> Iterator[_Scored]:
     """Return a model's predictions of a window. Raises ModelError if its logits are not finite."""
     first = len(window) // 2 + 1
     logits = llm.logits(window[:-1], last=len(window) - first).cpu()
     if not logits.isfinite().all():
         raise ModelError(f"logits of the model are not finite: {_UNUSABLE}")
-    return _Scored(torch.tensor(window[first:]), logits)
-
-
-def _of_same_tokens(reference: _Scored, other: _Scored) -> tuple[_Scored, _Scored]:
-    """Return the logits of the tokens that both have: heads may be padded to different sizes after the last token."""
-    size = min(reference.logits.shape[1], other.logits.shape[1])
-    first, second = (each._replace(logits=each.logits[:, :size]) for each in (reference, other))
-    return first, second
-
-
-def _log_probabilities(scored: _Scored) -> Iterator[tuple[Float[Tensor, "rows vocab"], Float[Tensor, "rows"]]]:
-    """Yield, for some rows at a time, the float64 log-probabilities of all tokens and of the right ones."""
-    for logits, ids in zip(torch.split(scored.logits, _ROWS), torch.split(scored.token_ids, _ROWS), strict=True):
-        found = logits.double().log_softmax(-1)
-        yield found, found.gather(-1, ids[:, None])[:, 0]
+    return map(_Scored, torch.split(torch.tensor(window[first:]), _ROWS), torch.split(logits, _ROWS))
 
 
 class _Compared(NamedTuple):
@@ -208,15 +198,14 @@ class _Compared(NamedTuple):
     largest_logit_error: float
 
 
-def _compared(reference: _Scored, other: _Scored) -> Iterator[_Compared]:
-    errors = [(a - b).abs().max() for a, b in zip(reference.logits, other.logits, strict=True)]
-    both = zip(
-        _log_probabilities(reference), _log_probabilities(other), torch.split(torch.stack(errors), _ROWS), strict=True
-    )
-    for (expected, right), (found, of_other), error in both:
-        kl = (expected.exp() * (expected - found)).sum(-1).clamp(min=0)  # rounding makes some less than 0
-        is_same = expected.argmax(-1) == found.argmax(-1)
-        yield _Compared(right, of_other, kl, is_same, float(error.max()))
+def _compared(reference: _Scored, other: _Scored) -> _Compared:
+    """Compare the logits of the tokens that both have: heads may be padded to different sizes after the last token."""
+    size = min(reference.logits.shape[1], other.logits.shape[1])
+    reference, other = (each._replace(logits=each.logits[:, :size]) for each in (reference, other))
+    (expected, right), (found, of_other) = reference.log_probabilities(), other.log_probabilities()
+    kl = (expected.exp() * (expected - found)).sum(-1).clamp(min=0)  # rounding makes some less than 0
+    is_same = expected.argmax(-1) == found.argmax(-1)
+    return _Compared(right, of_other, kl, is_same, float((reference.logits - other.logits).abs().max()))
 
 
 def _perplexity(losses: Float[Tensor, "tokens"], num_windows: int, context: int) -> Perplexity:

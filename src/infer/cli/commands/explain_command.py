@@ -9,9 +9,8 @@ from infer.cli.command_options import EstimateOptions, ExplainOptions
 from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report, q8_remark
 from infer.compute.backends.before_load import kernel_kind
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
-from infer.errors import InvalidRequestError
 from infer.files import open_checkpoint
-from infer.models.catalog.explanation import Explanation, LayerGroup, StoredWeights, explain
+from infer.models.catalog.explanation import Explanation, explain
 from infer.models.catalog.header_facts import tokens_per_second
 from infer.models.compile_ahead import make_outline
 from infer.models.draft_plan import plan_draft_bytes
@@ -62,41 +61,45 @@ def run_explain(options: ExplainOptions) -> None:
 
 
 def lines(found: Explanation) -> Iterator[str]:
-    network, tokenizer = found.architecture, found.tokenizer
+    return columns_of_rows(list(_rows(found)), "<<")
+
+
+def _rows(found: Explanation) -> Iterator[tuple[str, str]]:
+    network, tokenizer, uses = found.architecture, found.tokenizer, " and ".join(found.uses)
     count = f"{found.num_parameters / 1e6:,.1f} M values in {megabytes(found.file_bytes)} of {found.file_format}"
-    num_layers, uses = sum(len(group.layers) for group in found.layer_groups), " and ".join(found.uses)
-    rows = [
-        ("model", f"{found.name}: {network['family']}, {count}"),
-        ("file", found.path),
-        ("network", f"{num_layers} layers, {', '.join(_network(network))}"),
-        ("every layer", ", ".join(_layer(found.common, is_common=True))),
-        *(() if len(found.layer_groups) == 1 else (_group(group) for group in found.layer_groups)),
-        ("tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokenizer.vocab_size:,} tokens, "
-                      f"{tokenizer.num_special_tokens:,} of them special, "
-                      + (f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token")),
-        *([("use", f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses)] if uses else []),
-        *([] if found.is_encoder else _answers(found)),
-        *((each.type, _stored(each)) for each in found.weights),
-        ("in memory", f"{megabytes(found.weight_bytes)} of weights{_experts(found)}"),
-        *([("on OpenCL", f"{', '.join(found.f16_on_opencl)} as F16")] if found.f16_on_opencl else []),
-        *([] if found.is_encoder else [("1000 tokens", ", ".join(_cache(found)))]),
-        *([("q8", q8_remark(found.q8_pays_from))] if found.q8_pays_from else []),
-        *([("state", _state(found.state_bytes))] if found.state_bytes else []),
-    ]  # fmt: skip
-    return columns_of_rows(rows, "<<")
-
-
-def _experts(found: Explanation) -> str:
+    yield "model", f"{found.name}: {network['family']}, {count}"
+    yield "file", found.path
+    num_layers = sum(len(group.layers) for group in found.layer_groups)
+    yield "network", f"{num_layers} layers, {', '.join(_network(network))}"
+    yield "every layer", ", ".join(_layer(found.common, is_common=True))
+    for group in found.layer_groups if len(found.layer_groups) > 1 else ():
+        word = "layer" if len(group.layers) == 1 else "layers"
+        yield f"{word} {ranges(group.layers)}", ", ".join(_layer(group.values, is_common=False))
+    begin = f"begins with {tokenizer.bos}" if tokenizer.adds_bos else "adds no first token"
+    tokens = f"{tokenizer.vocab_size:,} tokens, {tokenizer.num_special_tokens:,} of them special"
+    yield "tokenizer", f"{tokenizer.kind} ({tokenizer.pre_tokenizer}), {tokens}, {begin}"
+    if uses:
+        yield "use", f"an encoder: it {uses}, and generates no text" if found.is_encoder else uses
+    if not found.is_encoder:
+        yield "template", ", ".join(tokenizer.templates) or "none: no chat"
+        yield "ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])
+        defaults = found.sampling_defaults.items()
+        yield "sampling", ", ".join(f"{name} {value}" for name, value in defaults) or "no defaults"
+    for each in found.weights:
+        method = f" as {each.method}" if each.method else ""
+        size = f"{each.num_values / 1e6:,.1f} M values, {megabytes(each.num_bytes)}{method}"
+        yield each.type, f"{counted(each.num_tensors, 'tensor')}, {size}"
     share = f", {found.expert_bytes / 1e6:,.1f} of them in experts (--experts-memory needs less)"
-    return share if found.expert_bytes else ""
-
-
-def _answers(found: Explanation) -> Iterator[tuple[str, str]]:
-    """Yield the rows about the answers of a model that generates."""
-    tokenizer = found.tokenizer
-    yield "template", ", ".join(tokenizer.templates) or "none: no chat"
-    yield "ends", ", ".join(f"{text} ({token_id})" for token_id, text in list(tokenizer.ends.items())[:_MAX_ENDS])
-    yield "sampling", ", ".join(f"{name} {value}" for name, value in found.sampling_defaults.items()) or "no defaults"
+    yield "in memory", f"{megabytes(found.weight_bytes)} of weights{share if found.expert_bytes else ''}"
+    if found.f16_on_opencl:
+        yield "on OpenCL", f"{', '.join(found.f16_on_opencl)} as F16"
+    if not found.is_encoder:
+        yield "1000 tokens", ", ".join(_cache(found))
+    if found.q8_pays_from:
+        yield "q8", q8_remark(found.q8_pays_from)
+    if state := found.state_bytes:
+        whole = f"{megabytes(ROW_STATES * state)} for a sequence"
+        yield "state", f"{whole}, and {megabytes(state)} where another may go on from"
 
 
 def _network(network: Mapping[str, Any]) -> Iterator[str]:
@@ -112,17 +115,6 @@ def _network(network: Mapping[str, Any]) -> Iterator[str]:
     if network["logit_softcap"] is not None:
         yield f"logit softcap {network['logit_softcap']:g}"
     yield "tied embeddings" if network["tied_embeddings"] else "a head of its own"
-
-
-def _stored(weights: StoredWeights) -> str:
-    method = f" as {weights.method}" if weights.method else ""
-    values = f"{weights.num_values / 1e6:,.1f} M values"
-    return f"{counted(weights.num_tensors, 'tensor')}, {values}, {megabytes(weights.num_bytes)}{method}"
-
-
-def _group(group: LayerGroup) -> tuple[str, str]:
-    word = "layer" if len(group.layers) == 1 else "layers"
-    return f"{word} {ranges(group.layers)}", ", ".join(_layer(group.values, is_common=False))
 
 
 def _layer(values: Mapping[str, Any], *, is_common: bool) -> Iterator[str]:
@@ -171,11 +163,6 @@ def _cache(found: Explanation) -> Iterator[str]:
         yield f"{size.kv_type} {megabytes(whole)}{beyond_text}"
 
 
-def _state(num_bytes: int) -> str:
-    whole = ROW_STATES * num_bytes
-    return f"{megabytes(whole)} for a sequence, and {megabytes(num_bytes)} where another may go on from"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Return numbers as text, with ranges: 0–4, 6–10, 12."""
     runs = [
@@ -190,24 +177,20 @@ def run_estimate(options: EstimateOptions) -> None:
     architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
     check_tensors(architecture, tensors)
     settings, cache = options.settings, options.settings.cache
-    if settings.dtype != "auto" and settings.weights != "auto":
-        raise InvalidRequestError("dtype and weights contradict each other: give one of them")
     check_layers(cache, architecture.mixers)
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions
     threads = default_num_threads() if settings.threads is None else check_num_threads(settings.threads)
     load = LoadSettings.of(settings, threads, options.device)
-    num_rows = None if options.batch == 1 else options.batch
     available = available_memory_bytes() if options.device == "cpu" else _free_on_gpu()
     budget = MemoryBudget.of(architecture, tensors, load, cache, num_tokens=num_tokens, pool_pages=options.pool_pages)
-    found = replace(budget.with_step_that_fits(available), num_rows=num_rows)
+    found = replace(budget.with_step_that_fits(available), num_rows=None if options.batch == 1 else options.batch)
     draft_bytes = plan_draft_bytes(replace(settings, device=options.device), checkpoint, num_tokens, load)
     rest = 0 if available is None else max(0, available - found.process - draft_bytes)
     if settings.tensor_parallel == 1 and available is not None:
         found = found.with_experts_that_fit(rest)
     kv_type, generates = found.kv_type, not architecture.reads_whole_texts
-    fits, option = None if available is None else found.total + draft_bytes <= available, None
-    if fits is False and options.batch == 1:
-        option = found.option_that_fits(rest)
+    fits = None if available is None else found.total + draft_bytes <= available
+    option = found.option_that_fits(rest) if fits is False and options.batch == 1 else None
     on_host = load.device == "cpu"  # only the host's memory can be measured
     is_known = on_host and generates and found.load.experts_memory is None  # no file's share of the time is known
     report = {

@@ -8,9 +8,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import click
@@ -28,6 +29,8 @@ from infer.sampling_params import CONSTRAINTS, PARAMETERS, SamplingParams
 LABEL_WIDTH = 18  # columns of a token's text
 BLUE, ORANGE = 25, 166  # of xterm's 256 colours: bars under the numbers, and those of the chosen token
 DROPPED = "×"
+Style = Callable[[str], str]
+Cell = tuple[str, Style]  # of the table of a trace
 
 
 def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: GenerateOptions) -> int:
@@ -55,8 +58,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
     writer.end_line()
     _raise_failure([result], "the generation")
     if not cancellation.exit_status:
-        lines = () if options.quiet else [*cut_lines([result]), *time_lines(result, verbose=options.verbose)]
-        _report(lines, [result], params, options)
+        _report(time_lines(result, verbose=options.verbose), [result], params, options)
         if options.permalink:
             print(Permalink.of(body, result, model.system_fingerprint).url, file=sys.stderr)
     return cancellation.exit_status
@@ -89,21 +91,14 @@ def answer_many(
             )
         seconds = time.perf_counter() - started
         if not options.as_lines:
-            _write_all(results, writer, options)
+            for index, result in enumerate(results):
+                text = f"{json_text(_record(result, options))}\n"
+                writer.write(text if options.as_json else "\n" * (index > 0) + result.text)
+                writer.end_line()
     _raise_failure(results, "the answer to prompt")
     if not cancellation.exit_status:
-        lines = () if options.quiet else [*cut_lines(results), total_line(results, seconds)]
-        _report(lines, results, params[0], options)
+        _report([total_line(results, seconds)], results, params[0], options)
     return cancellation.exit_status
-
-
-def _write_all(results: Sequence[GenerationResult], writer: TextWriter, options: GenerateOptions) -> None:
-    for index, result in enumerate(results):
-        if options.as_json:
-            writer.write(f"{json_text(_record(result, options))}\n")
-        else:
-            writer.write("\n" * (index > 0) + result.text)
-        writer.end_line()
 
 
 def _path(options: GenerateOptions) -> dict[str, Any]:
@@ -124,7 +119,9 @@ def _raise_failure(results: Sequence[GenerationResult], what: str) -> None:
 def _report(
     lines: Iterable[str], results: Sequence[GenerationResult], params: SamplingParams, options: GenerateOptions
 ) -> None:
-    shown = [*lines, *(stats_lines(results, params, options) if options.stats else ())]
+    """Print the cut answers and the lines unless `--quiet` is given, and the figures of `--stats`."""
+    shown = [] if options.quiet else [*cut_lines(results), *lines]
+    shown += stats_lines(results, params, options) if options.stats else ()
     if shown:
         print("\n".join(shown), file=sys.stderr)
 
@@ -146,10 +143,8 @@ def time_lines(result: GenerationResult, *, verbose: bool) -> Iterator[str]:
     timing = result.timing
     yield f"TTFT: {1000 * timing.ttft_s:.2f} ms"
     rate = timing.decode_tokens_per_second
-    if rate is not None:
-        yield f"Avg TBT: {1000 / rate:.2f} ms ({rate:.1f} tokens/sec)"
-    else:
-        yield "Avg TBT: – (fewer than two tokens)"
+    between = "– (fewer than two tokens)" if rate is None else f"{1000 / rate:.2f} ms ({rate_text(timing)})"
+    yield f"Avg TBT: {between}"
     if verbose:
         yield f"TBT {_percentiles(timing.inter_token_times_s)}"
         yield f"Tokens: {result.prompt_tokens} prompt, {result.generated_tokens} generated"
@@ -169,28 +164,29 @@ def stats_lines(results: Sequence[GenerationResult], params: SamplingParams, opt
     The figures of several answers are added up, so a shared step counts once per answer.
     """
     stats = GenerationStats(*map(sum, zip(*(astuple(result.stats) for result in results), strict=True)))
-    count = sum(result.generated_tokens for result in results)
+    counts = ((each.generated_tokens, each.prompt_tokens, each.reused_tokens) for each in results)
+    count, prompt, reused = map(sum, zip(*counts, strict=True))
     held = [name for name in CONSTRAINTS if getattr(params, name) is not None]
     speculation = options.speculation or ("draft" if options.settings.draft_model or stats.drafts_proposed else "off")
     guessed = [] if speculation == "off" else [f"{speculation} speculation"]
+    steps = counted(stats.prefill_steps + len(results), "step")  # a first token's step reads the end of its prompt
+    multi, in_multi = stats.multi_steps, stats.multi_step_tokens
+    drafts, accepted = stats.drafts_proposed, stats.drafts_accepted
     rows = [
         ("path", ", ".join(["greedy" if params.is_greedy else "sampled", *guessed, *held])),
-        ("prompt", _prompt(results, stats)),
+        ("prompt", f"{counted(prompt, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")),
         ("answer", counted(count, "token")),
-        ("multi-steps", _multi_steps(stats)),
+        ("multi-steps", f"{multi} of {in_multi / multi:.1f} tokens, {in_multi} in all" if multi else "none"),
         ("single steps", f"{stats.single_steps}"),
-        ("drafts", _drafts(stats)),
+        ("drafts", f"{drafts} proposed, {accepted} accepted ({accepted / drafts:.0%})" if drafts else "none"),
         ("masks", f"{stats.masks_filled} filled" if stats.masks_filled else "none"),
         ("forced", counted(stats.tokens_forced, "token") + " not sampled" if stats.tokens_forced else "none"),
-        *_times(results),
+        *(_times(results[0].timing) if len(results) == 1 else ()),
     ]
     return columns_of_rows(rows, "<<")
 
 
-def _times(results: Sequence[GenerationResult]) -> Iterator[tuple[str, str]]:
-    if len(results) != 1:
-        return
-    timing = results[0].timing
+def _times(timing: GenerationTiming) -> Iterator[tuple[str, str]]:
     yield "first token", f"{1000 * timing.ttft_s:.2f} ms"
     decode_s = timing.decode_time_s + timing.sampling_time_s
     sampling = f"{1000 * timing.sampling_time_s:.2f} ms of it sampling"
@@ -208,38 +204,6 @@ def _percentiles(seconds: Sequence[float]) -> str:
     if not seconds:
         return "–"
     return ", ".join(f"p{percent} {1000 * percentile(seconds, float(percent)):.2f} ms" for percent in (50, 95, 99))
-
-
-def _prompt(results: Sequence[GenerationResult], stats: GenerationStats) -> str:
-    """Return the figures of the prompts. The step that gives the first token also reads the end of the prompt."""
-    count, reused = (sum(values) for values in zip(*((x.prompt_tokens, x.reused_tokens) for x in results), strict=True))
-    steps = counted(stats.prefill_steps + len(results), "step")
-    return f"{counted(count, 'token')} in {steps}" + (f", {reused} of them reused" if reused else "")
-
-
-def _multi_steps(stats: GenerationStats) -> str:
-    if not stats.multi_steps:
-        return "none"
-    count, num_tokens = stats.multi_steps, stats.multi_step_tokens
-    return f"{count} of {num_tokens / count:.1f} tokens, {num_tokens} in all"
-
-
-def _drafts(stats: GenerationStats) -> str:
-    if not stats.drafts_proposed:
-        return "none"
-    share = stats.drafts_accepted / stats.drafts_proposed
-    return f"{stats.drafts_proposed} proposed, {stats.drafts_accepted} accepted ({share:.0%})"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number of the table. On a terminal, `share` of its width is shaded."""
-
-    text: str
-    share: float = 0.0
-    is_bold: bool = False
-    is_dim: bool = False
-    color: int = BLUE
 
 
 def run_trace(model: "infer.LLM", prompt: Prompt, params: SamplingParams, options: TraceOptions) -> None:
@@ -263,12 +227,13 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
     seed = "greedy" if trace.seed is None else f"seed {trace.seed}"
     yield f"step {trace.step}, after {_quoted(_tail(trace.text_before, 48))}: position {trace.position}, {seed}"
     lines = _lines(trace)
-    label_width, *widths = (max(display_width(cell.text) for cell in column) for column in zip(*lines, strict=True))
+    label_width, *widths = (max(display_width(text) for text, _ in column) for column in zip(*lines, strict=True))
     for columns in _fitting(widths, None if width is None else width - label_width):
         yield ""
-        for label, *cells in lines:
-            shown = "".join(f"  {_styled(cells[i], widths[i])}" for i in columns)
-            yield f"{_styled(label, label_width, left=True)}{shown}".rstrip()
+        for (label, style), *cells in lines:
+            head = (style(label) if label else "") + " " * (label_width - display_width(label))
+            padded = ((f"{cells[i][0]:>{widths[i]}}", cells[i][1]) for i in columns)
+            yield "  ".join([head, *(style(text) if text.strip() else text for text, style in padded)]).rstrip()
     yield ""
     chosen = trace.chosen
     yield (
@@ -279,52 +244,55 @@ def trace_lines(trace: SampleTrace, width: int | None = None) -> Iterator[str]:
 
 def _lines(trace: SampleTrace) -> list[list[Cell]]:
     """Return the lines of the table: a label, and a cell per stage and per number of the race."""
-    is_greedy = trace.seed is None
     headings = {name: parameter.stage for name, parameter in PARAMETERS.items()}
-    names = [Cell(headings.get(stage.name, stage.name), is_bold=True) for stage in trace.stages]
-    values = [Cell("" if stage.value is None else f"{stage.value:g}", is_dim=True) for stage in trace.stages]
-    race = ["logit"] if is_greedy else ["logit", "+ noise", "= score"]
-    blank = [Cell("")] * len(race)
-    kept = [Cell(f"{stage.num_kept:,}") for stage in trace.stages]
-    removed = [Cell(_percent(stage.removed) if stage.removed else "", is_dim=True) for stage in trace.stages]
-    rest = [Cell(_percent(stage.others) if stage.others else "", stage.others, is_dim=True) for stage in trace.stages]
-    moved = [Cell(_percent(stage.moved) if stage.moved else "", is_dim=True) for stage in trace.stages]
+    names = [headings.get(stage.name, stage.name) for stage in trace.stages]
+    race = ["logit"] if trace.seed is None else ["logit", "+ noise", "= score"]
+    blank: list[Cell] = [("", str)] * len(race)
+
+    def line(label: str, texts: Iterable[str], style: Style = _dim) -> list[Cell]:
+        return [(label, str), *((text, style) for text in texts), *blank]
+
+    def shares(name: str) -> list[str]:
+        return [_percent(share) if (share := getattr(stage, name)) else "" for stage in trace.stages]
+
+    bars = [partial(_bar, stage.others, BLUE, _dim) for stage in trace.stages]
     return [
-        [Cell(""), *names, *(Cell(name, is_bold=True) for name in race)],
-        [Cell(""), *values, *blank],
+        [("", str), *((name, _bold) for name in (*names, *race))],
+        line("", ("" if stage.value is None else f"{stage.value:g}" for stage in trace.stages)),
         *(_candidate_line(trace, candidate) for candidate in trace.candidates),
-        [Cell("others", is_dim=True), *rest, *blank],
-        [Cell("tokens left"), *kept, *blank],
-        [Cell("mass removed"), *removed, *blank],
-        [Cell("mass moved"), *moved, *blank],
+        [("others", _dim), *zip(shares("others"), bars, strict=True), *blank],
+        line("tokens left", (f"{stage.num_kept:,}" for stage in trace.stages), str),
+        line("mass removed", shares("removed")),
+        line("mass moved", shares("moved")),
     ]
 
 
 def _candidate_line(trace: SampleTrace, candidate: TraceCandidate) -> list[Cell]:
-    is_chosen = candidate.token_id == trace.token_id
-    cells = []
+    style, color, mark = (_bold, ORANGE, "→") if candidate.token_id == trace.token_id else (str, BLUE, " ")
+    cells = [(f"{mark}{candidate.rank:>3} {shortened(_quoted(candidate.text), LABEL_WIDTH)}", style)]
     for stage, logit, probability in zip(trace.stages, candidate.logits, candidate.probabilities, strict=True):
         if logit is not None:
-            color = ORANGE if is_chosen else BLUE
-            cells.append(Cell(_percent(probability), probability, is_bold=is_chosen, color=color))
+            cells.append((_percent(probability), partial(_bar, probability, color, style)))
         else:
-            cells.append(Cell(DROPPED if stage.name == candidate.dropped_by else "", is_dim=True))
+            cells.append((DROPPED if stage.name == candidate.dropped_by else "", _dim))
     logit = candidate.logits[-1]
     race = [logit] if trace.seed is None else [logit, candidate.noise, candidate.score]
-    cells += [Cell("" if value is None else f"{value:.2f}", is_bold=is_chosen) for value in race]
-    mark = "→" if is_chosen else " "
-    label = f"{mark}{candidate.rank:>3} {shortened(_quoted(candidate.text), LABEL_WIDTH)}"
-    return [Cell(label, is_bold=is_chosen), *cells]
+    return [*cells, *(("" if value is None else f"{value:.2f}", style) for value in race)]
 
 
-def _styled(cell: Cell, width: int, *, left: bool = False) -> str:
-    padding = " " * (width - display_width(cell.text))
-    text = cell.text + padding if left else padding + cell.text
-    shaded = round(min(max(cell.share, 0.0), 1.0) * width)
-    style: dict[str, Any] = {"bold": cell.is_bold or None, "dim": cell.is_dim or None}
-    bar = click.style(text[:shaded], fg="bright_white", bg=cell.color, bold=cell.is_bold or None) if shaded else ""
-    rest = text[shaded:]
-    return bar + (click.style(rest, **style) if rest.strip() and any(style.values()) else rest)
+def _bold(text: str) -> str:
+    return click.style(text, bold=True)
+
+
+def _dim(text: str) -> str:
+    return click.style(text, dim=True)
+
+
+def _bar(share: float, color: int, style: Style, text: str) -> str:
+    """Return the text with a share of its width shaded."""
+    shaded = round(min(max(share, 0.0), 1.0) * len(text))
+    bar = click.style(text[:shaded], fg="bright_white", bg=color, bold=style is _bold or None) if shaded else ""
+    return bar + (style(text[shaded:]) if text[shaded:].strip() else text[shaded:])
 
 
 def _fitting(widths: Sequence[int], room: int | None) -> list[list[int]]:

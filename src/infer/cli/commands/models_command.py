@@ -6,7 +6,7 @@ Models are listed without torch, which only the devices and the kernels need.
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import product
@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 
-import infer
 from infer.cli.command_options import CompileOptions, DoctorOptions, ListOptions, PullOptions, RemovalOptions
 from infer.cli.model_loading import MODULES_BY_EXTRA, ModelOffer, offer_at_hand
 from infer.cli.process_streams import exit_on_signal
@@ -45,20 +44,15 @@ _PACKAGES = (
     *("safetensors", "llguidance", "xgrammar", "triton", "pyopencl"),
 )
 _VARIABLES = ("INFER_ISA", "INFER_CACHE", "INFER_MODELS", "CUDA_VISIBLE_DEVICES", "OCL_ICD_VENDORS", "OMP_NUM_THREADS")
-_HEADS = ("model", "needs", "fits", "tokens per second")
 
 
 def run_supported(*, as_json: bool) -> None:
-    settings = proven_settings()
-    records = [
-        {**each._asdict(), "gguf": architecture_in_gguf(each._asdict()) is not None, "proof": each.proof}
-        | {"settings": settings[each.model_type]}
-        for each in SUPPORTED
-    ]
+    settings, records = proven_settings(), list[dict[str, Any]]()
     rows = [("models", "model_type", "GGUF too", "proven on", "settings proven")]
-    for each in records:
-        gguf, proven = "yes" if each["gguf"] else "no", ", ".join(each["settings"])
-        rows.append((each["models"], each["model_type"], gguf, each["proof"], proven))
+    for each in SUPPORTED:
+        has_gguf, own = architecture_in_gguf(each._asdict()) is not None, settings[each.model_type]
+        records.append({**each._asdict(), "gguf": has_gguf, "proof": each.proof, "settings": own})
+        rows.append((each.models, each.model_type, "yes" if has_gguf else "no", each.proof, ", ".join(own)))
     print_report(records, columns_of_rows(rows, "<<<<<"), as_json=as_json)
 
 
@@ -105,10 +99,11 @@ def _hub_name(model: str) -> HubName:
 
 
 def version_lines() -> Iterator[str]:
-    yield f"infer {infer.__version__}"
     yield f"Python {platform.python_version()}, {platform.platform()}"
     yield ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
-    yield f"{processor_name()}, {num_processors()} processors, {_memory()}"
+    available = available_memory_bytes()
+    memory = "memory unknown" if available is None else f"{available / 2**30:.1f} GiB of memory available"
+    yield f"{processor_name()}, {num_processors()} processors, {memory}"
     yield from device_lines()
     settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     if settings:
@@ -133,11 +128,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def _memory() -> str:
-    available = available_memory_bytes()
-    return "memory unknown" if available is None else f"{available / 2**30:.1f} GiB of memory available"
-
-
 @exit_on_signal()
 def run_compile(options: CompileOptions) -> None:
     """Compile the missing kernels of a model. Raises InferError if they cannot be stored."""
@@ -151,7 +141,7 @@ def run_compile(options: CompileOptions) -> None:
     check_tensors(architecture, checkpoint.tensors)
 
     kinds = product(("exact", "fast"), KV_TYPES) if options.is_all else [("exact", "auto")]
-    settings = [ModelSettings.of({"precision": precision, "kv_type": kv_type}) for precision, kv_type in kinds]
+    settings = (ModelSettings.of({"precision": precision, "kv_type": kv_type}) for precision, kv_type in kinds)
     outlines = [make_outline(architecture, checkpoint.tensors, each) for each in settings]
     backend = ops.backend_of(torch.device("cpu"))
     before = backend.kernel_store(outlines)
@@ -228,20 +218,14 @@ def machine_lines(facts: dict[str, Any]) -> Iterator[str]:
     ]
     yield from columns_of_rows(rows, "<<")
     yield ""
-    yield from _model_lines(facts["models"])
-
-
-def _model_lines(models: Sequence[dict[str, Any]]) -> Iterator[str]:
-    if not models:
-        yield "no model is on this machine: infer models says how to get one"
-        return
     answers = {True: "yes", False: "no", None: "unknown"}
-    rows = [_HEADS]
-    for each in models:
+    models = [("model", "needs", "fits", "tokens per second")]
+    for each in facts["models"]:
         rate = "" if each["tokens_per_second"] is None else f"{each['tokens_per_second']:,.0f}"
         needs = "" if each["memory_bytes"] is None else _gigabytes(each["memory_bytes"])
-        rows.append((each["name"], needs, answers[each["fits"]], rate))
-    yield from columns_of_rows(rows, "<><>")
+        models.append((each["name"], needs, answers[each["fits"]], rate))
+    none = ["no model is on this machine: infer models says how to get one"]
+    yield from columns_of_rows(models, "<><>") if facts["models"] else none
 
 
 def _gigabytes(num_bytes: int | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import click
@@ -19,7 +20,7 @@ import infer
 from infer.cli.bench.text_measures import Divergence, Perplexity, measure_divergence, measure_perplexity
 from infer.cli.command_options import CompareOptions, DoctorOptions, PerplexityOptions
 from infer.cli.commands.models_command import run_machine
-from infer.cli.option_files import check_writable, refusing
+from infer.cli.option_files import check_writable, write_whole
 from infer.cli.process_streams import exit_on_signal
 from infer.cli.prompts import is_given
 from infer.cli.terminal import Spinner, columns_of_rows, megabytes, print_report
@@ -28,7 +29,6 @@ from infer.files import open_checkpoint
 from infer.model_settings import SETTINGS, ModelSettings
 from infer.models.catalog.doctor import Diagnosis, TensorSummary, examine, weight_errors
 from infer.serving.web_ui.report_page import Bars, ChartRow, chart_rows, facts, page, remarks, section, tall_chart
-from infer.system.atomic import replacing
 
 _OF_BOTH = frozenset(
     {"reference", "named", "model", "text", "context", "as_json", "html", "threads", "device", "quiet", "verbose"}
@@ -48,7 +48,7 @@ def run_perplexity(model: "infer.LLM", text: str, options: PerplexityOptions) ->
     """Write the perplexity of a text."""
     with exit_on_signal(), Spinner("predicting") as spinner:
         measured = measure_perplexity(model, text, options.context, spinner.progress)
-    rows = [_perplexity_row("perplexity", measured), _extent_row(measured)]
+    rows = [("perplexity", _value(measured)), ("over", _extent(measured))]
     print_report(measured, columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
@@ -61,7 +61,7 @@ def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: 
         with exit_on_signal(), Spinner("comparing weights") as spinner:
             both = open_checkpoint(options.reference), open_checkpoint(options.model)
             errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
-        write_page(options.html, comparison_page((options.model, options.reference), divergence, rows, errors))
+        _write_page(options.html, comparison_page((options.model, options.reference), divergence, rows, errors))
     print_report(divergence, columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
@@ -80,22 +80,22 @@ def reference_options(context: click.Context, options: CompareOptions) -> Compar
 
 
 def _rows(divergence: Divergence) -> Iterator[tuple[str, str]]:
-    yield _perplexity_row("perplexity", divergence.other)
-    yield _perplexity_row("of the reference", divergence.reference)
+    yield "perplexity", _value(divergence.other)
+    yield "of the reference", _value(divergence.reference)
     yield "mean KL", f"{divergence.mean_kl:.3g} nats"
     yield "median, 99 %, max", f"{divergence.median_kl:.3g}, {divergence.kl_99:.3g}, {divergence.largest_kl:.3g}"
     yield "same likeliest", f"{100 * divergence.same_likeliest:.2f} % of the tokens"
     yield "change of p", f"{100 * divergence.rms_change:.3g} %, root mean square for the right token"
     yield "largest error", f"{divergence.largest_logit_error:.3g} of a logit"
-    yield _extent_row(divergence.reference)
+    yield "over", _extent(divergence.reference)
 
 
-def _extent_row(measured: Perplexity) -> tuple[str, str]:
-    return "over", f"{measured.num_tokens:,} tokens in {measured.num_windows:,} windows of {measured.context}"
+def _extent(measured: Perplexity) -> str:
+    return f"{measured.num_tokens:,} tokens in {measured.num_windows:,} windows of {measured.context}"
 
 
-def _perplexity_row(name: str, measured: Perplexity) -> tuple[str, str]:
-    return name, f"{measured.perplexity:.4f} ± {measured.standard_error:.4f}"
+def _value(measured: Perplexity) -> str:
+    return f"{measured.perplexity:.4f} ± {measured.standard_error:.4f}"
 
 
 def run_doctor(options: DoctorOptions) -> int:
@@ -108,11 +108,11 @@ def run_doctor(options: DoctorOptions) -> int:
             raise InvalidRequestError("--machine has no page: leave out --html")
         run_machine(options)
         return 0
-    check_page(options.html)
+    check_writable(options.html, "the page ")
     with exit_on_signal(), Spinner("reading") as spinner:
         diagnosis = examine(options.model, spinner.progress)
     if options.html is not None:
-        write_page(options.html, doctor_page(diagnosis))
+        _write_page(options.html, doctor_page(diagnosis))
     print_report(diagnosis.to_json(), finding_lines(diagnosis), as_json=options.as_json)
     return 1 if diagnosis.findings else 0
 
@@ -136,7 +136,7 @@ def finding_lines(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Item]]]:
-    """Return the items of layers by kind and then by layer, according to the names of tensors.
+    """Return the items of layers by kind and then by layer, in order, according to the names of tensors.
 
     All experts of a layer are of one kind.
     """
@@ -145,23 +145,15 @@ def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Ite
         if (match := _LAYER.fullmatch(name)) is not None:
             kind = _NUMBER.sub("", f".{match[2]}").removeprefix(".").removesuffix(".weight")
             items_by_kind.setdefault(kind, {}).setdefault(int(match[1]), []).append(item)
-    return items_by_kind
+    return {kind: dict(sorted(by_layer.items())) for kind, by_layer in items_by_kind.items()}
 
 
-def labels_of(layers: Iterable[int]) -> list[str]:
+def _labels(layers: Iterable[int]) -> list[str]:
     return [f"layer {layer}" for layer in layers]
 
 
-def check_page(path: Path | None) -> None:
-    """Raise InvalidRequestError if a page cannot have this name."""
-    if path is not None:
-        check_writable(path, f"the page {path}")
-
-
-def write_page(path: Path, content: str) -> None:
-    """Write a page, replacing any file of this name. Raises InvalidRequestError if it cannot be written."""
-    with refusing(f"the page {path} cannot be written"), replacing(path, 0o666) as file:
-        file.write(content.encode())
+def _write_page(path: Path, content: str) -> None:
+    write_whole(path, content.encode(), "the page ")
 
 
 def comparison_page(
@@ -191,9 +183,7 @@ def comparison_page(
     return page(f"infer compare: {names[0]}", f"reference: {names[1]}", sections)
 
 
-def _matrices(
-    heading: str, explanation: str, rows: Sequence[ChartRow], others: Sequence[tuple[str, str]]
-) -> Iterator[str]:
+def _matrices(heading: str, explanation: str, rows: list[ChartRow], others: list[tuple[str, str]]) -> Iterator[str]:
     """Yield a section with charts of the matrices of layers, and one with facts about the other matrices."""
     if rows:
         yield section(heading, explanation, chart_rows(rows))
@@ -202,21 +192,17 @@ def _matrices(
 
 
 def _error_row(kind: str, by_layer: dict[int, list[float]]) -> ChartRow:
-    layers = sorted(by_layer)
-    errors = [100 * sqrt(sum(each**2 for each in by_layer[layer]) / len(by_layer[layer])) for layer in layers]
-    return ChartRow(
-        kind, f"{sum(errors) / len(errors):.3g} % on average", [Bars("error in %", errors, labels_of(layers))]
-    )
+    errors = [100 * sqrt(fmean(each**2 for each in group)) for group in by_layer.values()]
+    return ChartRow(kind, f"{fmean(errors):.3g} % on average", [Bars("error in %", errors, _labels(by_layer))])
 
 
 def _divergence_chart(thing: str, first: int, values: Sequence[float]) -> str:
     """Return a chart of the means over ranges of values, which are at most `_MOST_BARS`."""
     size = -(-len(values) // _MOST_BARS)
     ranges = [(start, min(start + size, len(values))) for start in range(0, len(values), size)]
-    means = [sum(values[start:end]) / (end - start) for start, end in ranges]
     places = [(first + start, first + end - 1) for start, end in ranges]
     labels = [f"{thing} {low}" if low == high else f"{thing}s {low} to {high}" for low, high in places]
-    return tall_chart(Bars("mean KL", means, labels))
+    return tall_chart(Bars("mean KL", [fmean(values[start:end]) for start, end in ranges], labels))
 
 
 def doctor_page(diagnosis: Diagnosis) -> str:
@@ -250,23 +236,21 @@ def _sizes(kinds: Sequence[dict[int, list[TensorSummary]]]) -> Bars:
     """Return the bytes of all matrices of each layer."""
     layers = sorted({layer for kind in kinds for layer in kind})
     sizes = [sum(each.info.file_bytes for kind in kinds for each in kind.get(layer, ())) / 1e6 for layer in layers]
-    return Bars("MB of matrices", sizes, labels_of(layers))
+    return Bars("MB of matrices", sizes, _labels(layers))
 
 
 def _kind_row(kind: str, by_layer: dict[int, list[TensorSummary]], bad: set[str]) -> ChartRow:
     """Return the charts of a kind. `bad` has the names of tensors with findings, as the files name them."""
-    layers = sorted(by_layer)
-    labels, groups = labels_of(layers), [by_layer[layer] for layer in layers]
-    marked = {index for index, group in enumerate(groups) if any(each.info.name in bad for each in group)}
-    counts = [max(sum(each.num_values for each in group), 1) for group in groups]
-    sizes = [sum(each.info.file_bytes for each in group) for group in groups]
-    rms = [sqrt(sum(each.squares for each in group) / count) for group, count in zip(groups, counts, strict=True)]
-    peaks = [max(each.largest for each in group) / (own or 1.0) for group, own in zip(groups, rms, strict=True)]
-    bits = [8 * size / count for size, count in zip(sizes, counts, strict=True)]
-    types = ", ".join(sorted({each.info.type for group in groups for each in group}))
-    charts = [
-        Bars("bits per weight", bits, labels, marked),
-        Bars("root mean square", rms, labels, marked),
-        Bars("largest value / root mean square", peaks, labels, marked),
-    ]
-    return ChartRow(kind, f"{types}, {megabytes(sum(sizes))}", charts)
+    bits, rms, peaks, marked = list[float](), list[float](), list[float](), set[int]()
+    for index, group in enumerate(by_layer.values()):
+        count = max(sum(each.num_values for each in group), 1)
+        bits.append(8 * sum(each.info.file_bytes for each in group) / count)
+        rms.append(sqrt(sum(each.squares for each in group) / count))
+        peaks.append(max(each.largest for each in group) / (rms[-1] or 1.0))
+        if any(each.info.name in bad for each in group):
+            marked.add(index)
+    matrices = [each for group in by_layer.values() for each in group]
+    types = ", ".join(sorted({each.info.type for each in matrices}))
+    titles = {"bits per weight": bits, "root mean square": rms, "largest value / root mean square": peaks}
+    charts = [Bars(title, values, _labels(by_layer), marked) for title, values in titles.items()]
+    return ChartRow(kind, f"{types}, {megabytes(sum(each.info.file_bytes for each in matrices))}", charts)

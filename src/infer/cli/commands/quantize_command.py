@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -43,7 +44,8 @@ def run_quantize(options: QuantizeOptions) -> None:
         raise InvalidRequestError(f"{options.imatrix} has no tensor of {path.name}: make it with infer imatrix")
     types = choose_types(model, request)
     if not options.dry_run:
-        _write(options, model, request, types, threads)
+        with _naming(options.output), Spinner("quantising") as spinner:
+            write_quantised(options.output, model, request, types, threads, spinner.progress)
     if not options.quiet:
         print_report(None, columns_of_rows(list(_rows(model, types)), "<>><"), as_json=False)
 
@@ -95,32 +97,24 @@ def _type(option: str, name: str | None) -> str | None:
 
 def _check_output(output: Path, source: Path, *, force: bool) -> None:
     """Raise InvalidRequestError if the output is the source, a folder, or a file that may not be replaced."""
-    if not output.exists():
-        return
-    if output.is_dir():
-        raise InvalidRequestError(f"the output {output} is a folder: name a file in it")
-    if output.samefile(source):
+    check_writable(output, "the output ")
+    if output.exists() and output.samefile(source):
         raise InvalidRequestError(f"the output {output} is the input: name another file")
-    if not force:
+    if output.exists() and not force:
         raise InvalidRequestError(f"the output {output} exists: name another file, or give --force to replace it")
 
 
-def _write(
-    options: QuantizeOptions,
-    model: QuantisableModel,
-    request: QuantisationRequest,
-    types: Mapping[str, str],
-    threads: int,
-) -> None:
+@contextmanager
+def _naming(output: Path) -> Iterator[None]:
+    """Name the output in an error of the system. Raises InvalidRequestError if the output's folder is wrong."""
     try:
-        with Spinner("quantising") as spinner:
-            write_quantised(options.output, model, request, types, threads, spinner.progress)
+        yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise InvalidRequestError(f"the output {options.output} cannot be written: {error.strerror}") from error
+        raise InvalidRequestError(f"the output {output} cannot be written: {error.strerror}") from error
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(options.output)) from error
+        raise OSError(error.errno, error.strerror, str(output)) from error
 
 
 def _rows(model: QuantisableModel, types: Mapping[str, str]) -> Iterator[tuple[str, str, str, str]]:
@@ -145,30 +139,16 @@ def run_imatrix(options: ImatrixOptions) -> None:
         raise InvalidRequestError("no texts are given: name files after the model, or - for stdin")
     if options.output.exists() and not options.force:
         raise InvalidRequestError(f"{options.output} exists: name another file with -o, or give --force to replace it")
-    check_writable(options.output, f"{options.output}")
+    check_writable(options.output)
     with exit_on_signal():
         matrices = [open_importance_matrix(path) for path in options.in_files]
         if options.texts:
-            matrices.insert(0, _collect(options))
+            texts = ((str(path), read_text(path, "the text", MAX_PROMPTS_BYTES)) for path in options.texts)
+            own = {name: getattr(options, name) for name in ("chunk_size", "parse_special", "threads")}
+            with keeping_garbage(), Spinner("collecting") as spinner:
+                matrices.insert(0, collect_importance(options.model, texts, **own, on_chunk=spinner.progress))
     total = reduce(ImportanceMatrix.merged, matrices)
     with refusing(f"{options.output} cannot be written"):
         total.write(options.output)
     if not options.quiet:
         note(f"{len(total.squares)} tensors over {total.num_chunks:,} chunks of {total.chunk_size}: {options.output}")
-
-
-def _collect(options: ImatrixOptions) -> ImportanceMatrix:
-    with keeping_garbage(), Spinner("collecting") as spinner:
-        return collect_importance(
-            options.model,
-            _texts(options),
-            chunk_size=options.chunk_size,
-            parse_special=options.parse_special,
-            threads=options.threads,
-            on_chunk=spinner.progress,
-        )
-
-
-def _texts(options: ImatrixOptions) -> Iterator[tuple[str, str]]:
-    for path in options.texts:
-        yield str(path), read_text(path, "the text", MAX_PROMPTS_BYTES)

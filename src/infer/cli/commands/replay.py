@@ -21,14 +21,14 @@ import msgspec
 
 import infer
 from infer.cli.process_streams import cancel_on_signal
-from infer.cli.prompts import Prompt
+from infer.cli.prompts import Prompt, json_value
 from infer.cli.terminal import PrefillLine, TextWriter, json_text
 from infer.engine.requests.ask import Ask
 from infer.engine.requests.prompt_encoding import is_conversation
 from infer.errors import InvalidRequestError
 from infer.models.catalog.models_at_hand import models_at_hand
 from infer.outputs import GenerationResult
-from infer.parameters import Bias, Number, Texts, TokenIds
+from infer.parameters import Number
 from infer.request_limits import MAX_BIAS, MAX_STOPS
 from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral
@@ -75,20 +75,19 @@ def read_permalink(text: str) -> Permalink:
         found = json.loads(base64.b64decode(encoded + "=" * (-len(encoded) % 4), b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError):
         raise InvalidRequestError("the permalink is damaged: the part after r= must be base64url of JSON") from None
-    if not isinstance(found, dict) or found.get("v") != VERSION:
-        version = found.get("v") if isinstance(found, dict) else None
-        raise InvalidRequestError(
-            f"the permalink's v must be {VERSION}, got {version!r:.40}: a newer version of infer may read it"
-        )
-    if found.get("route") not in get_args(Route):
-        raise InvalidRequestError(f"the permalink's route must be {' or '.join(get_args(Route))}, "
-                                  f"got {found.get('route')!r:.80}")  # fmt: skip
-    if not isinstance(found.get("body"), dict):
-        raise InvalidRequestError(f"the permalink's body must be an object, got {found.get('body')!r:.80}")
-    for name in ("fingerprint", "sha256"):
-        if not isinstance(found.get(name), str | None):
-            raise InvalidRequestError(f"the permalink's {name} must be a string, got {found[name]!r:.80}")
-    return Permalink(found["route"], found["body"], found.get("fingerprint"), found.get("sha256"))
+    given = found if isinstance(found, dict) else {}
+    checks = {
+        "v": (given.get("v") == VERSION, f"{VERSION}"),
+        "route": (given.get("route") in get_args(Route), " or ".join(get_args(Route))),
+        "body": (isinstance(given.get("body"), dict), "an object"),
+        "fingerprint": (isinstance(given.get("fingerprint"), str | None), "a string"),
+        "sha256": (isinstance(given.get("sha256"), str | None), "a string"),
+    }
+    for name, (is_right, rule) in checks.items():
+        if not is_right:
+            fix = ": a newer version of infer may read it" if name == "v" else ""
+            raise InvalidRequestError(f"the permalink's {name} must be {rule}, got {given.get(name)!r:.80}{fix}")
+    return Permalink(given["route"], given["body"], given.get("fingerprint"), given.get("sha256"))
 
 
 def sha256_of(text: str) -> str:
@@ -108,26 +107,19 @@ def body_of(prompt: Prompt, params: SamplingParams, model: str) -> dict[str, Any
         if declared.bodies or declared.body_name:
             value = getattr(params, name)
             if isinstance(declared.kind, Number) or declared.none or value:
-                body[declared.body_name or name] = _written(name, value)
+                body[declared.body_name or name] = declared.none[-1] if value is None else json_value(value)
+    _check_limits(params)
     return body | _schema(params)
 
 
-def _written(name: str, value: Any) -> Any:
-    """Return a parameter's value in JSON."""
-    match PARAMETERS[name].kind:
-        case Texts() if name == "stop" and len(value) > MAX_STOPS:
-            raise InvalidRequestError(f"stop must have at most {MAX_STOPS} strings in a permalink, got {len(value)}")
-        case Texts():
-            return list(value)
-        case TokenIds():
-            return sorted(value)
-        case Bias():
-            for token_id, bias in value.items():
-                if not abs(bias) <= MAX_BIAS:
-                    rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
-                    raise InvalidRequestError(f"logit_bias must be {rule} in a permalink, got {token_id}={bias:g}")
-            return {str(token_id): bias for token_id, bias in value.items()}
-    return PARAMETERS[name].none[-1] if value is None else value
+def _check_limits(params: SamplingParams) -> None:
+    """Raise InvalidRequestError for values that no route accepts."""
+    if (count := len(params.stop or ())) > MAX_STOPS:
+        raise InvalidRequestError(f"stop must have at most {MAX_STOPS} strings in a permalink, got {count}")
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not abs(bias) <= MAX_BIAS:
+            rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
+            raise InvalidRequestError(f"logit_bias must be {rule} in a permalink, got {token_id}={bias:g}")
 
 
 def signed(seed: int | None) -> int | None:

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import infer
 from infer.cli.commands.server_commands import client_lines, context_remark, page_url
-from infer.cli.model_loading import bytes_for_prefixes, check_loading, model_settings, q8_context
+from infer.cli.model_loading import bytes_for_prefixes, check_loading, load_quietly, model_settings, q8_context
 from infer.cli.process_streams import cancel_on_signal
 from infer.cli.server_options import DeployOptions, ServeOptions
 from infer.cli.terminal import q8_remark
@@ -40,35 +40,36 @@ from infer.system.cores import default_num_threads, num_processors, take_cores
 from infer.system.spellings import plain_name
 from infer.system.status_line import write_notice
 
-Load = Callable[[OnProgress], "infer.LLM"]
 OLLAMA_PORT = 11434
 _OBJECT_STORE_BYTES = 100 * 2**20  # answers go through Ray's store in small pieces
 _RAY_NAME = "infer"
 _BUDGET_SHARE = 0.9  # of the available memory: the rest is for the process that clients talk to, and for the system
 
 
-def run_serve(options: ServeOptions, load: Load) -> int:
+def run_serve(options: ServeOptions) -> int:
     """Run the server and return its exit status."""
-    settings = make_settings(options)
+    settings, load = make_settings(options), partial(_load, options)
     begin_logs(options)
     if options.listen_fd is not None:
         if options.replicas > 1 and options.settings.threads is not None:
             take_cores(options.settings.threads)
         if not await_turn():
             return 0
-        own = settings.of_child
+        child = settings.of_child
         listener = socket.socket(fileno=options.listen_fd)
         announce: OnReady = partial(_announce_first, listener, settings)
         if options.served_as is not None:  # one of several models: the process with the clients reports it
-            own, announce = replace(own, model=options.served_as, aliases=()), lambda state: None
-        return run_server(ServerState(own), listener, partial(_load, load), announce)
+            child, announce = replace(child, model=options.served_as, aliases=()), lambda state: None
+        return run_server(ServerState(child), listener, load, announce)
     listener = bind(settings)
     port = listener.getsockname()[1]
     write_notice(f"loading {options.model}; {url_of(settings, port)} already answers")
     if options.isolate or options.replicas > 1:
-        commands = _commands(options.model, options.replicas, port, has_threads=options.settings.threads is not None)
-        return run_replicas(ServerState(settings), listener, commands)
-    return run_server(ServerState(settings), listener, partial(_load, load), partial(_announce, settings, port))
+        own = ["--model", options.model]  # so that a replica does not ask for one
+        if options.replicas > 1 and options.settings.threads is None:  # each replica gets its share
+            own += ["--threads", str(max(1, default_num_threads() // options.replicas))]
+        return run_replicas(ServerState(settings), listener, [_command(port, *own)] * options.replicas)
+    return run_server(ServerState(settings), listener, load, partial(_announce, settings, port))
 
 
 def begin_logs(options: ServeOptions) -> None:
@@ -83,17 +84,6 @@ def begin_logs(options: ServeOptions) -> None:
     if not options.no_access_log and sys.stdout is not None:
         log.setLevel(logging.INFO)
         log.addHandler(LogLines(sys.stdout))
-
-
-def _commands(model: str, num_replicas: int, port: int, *, has_threads: bool) -> list[list[str]]:
-    """Return the command of each replica. It names the model, so that a replica does not ask for one.
-
-    Each replica gets its share of the threads, unless their number is given.
-    """
-    options = ["--model", model]
-    if num_replicas > 1 and not has_threads:
-        options += ["--threads", str(max(1, default_num_threads() // num_replicas))]
-    return [_command(port, *options)] * num_replicas
 
 
 def _command(port: int, *options: str) -> list[str]:
@@ -123,10 +113,10 @@ def make_settings(options: ServeOptions | DeployOptions) -> ServerSettings:
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    if certificate is None and key is None:
-        return
     if certificate is None or key is None:
-        raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
+        if certificate is not key:
+            raise InvalidRequestError("--tls-cert and --tls-key belong together: give both")
+        return
     for path in (certificate, key):
         if not path.is_file():
             raise InvalidRequestError(f"{path} is not a file")
@@ -138,8 +128,8 @@ def url_of(settings: ServerSettings, port: int) -> str:
     return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
 
 
-def _load(load: Load, on_progress: OnProgress) -> "infer.AsyncLLM":
-    return warmed(load(on_progress))
+def _load(options: ServeOptions, on_progress: OnProgress) -> "infer.AsyncLLM":
+    return warmed(load_quietly(options, on_progress))
 
 
 def _announce_first(listener: socket.socket, settings: ServerSettings, state: ServerState) -> None:
@@ -241,20 +231,18 @@ def _check_shelf(options: ServeOptions) -> None:
 
 def _sources(options: ServeOptions) -> list[ModelSource]:
     """Return the models of `--model`, and the pinned ones. Raises InvalidRequestError if two have the same name."""
-    names = options.served_names or [_name_of(path) for path in options.models]
+    names = options.served_names or tuple(_name_of(path) for path in options.models)
     sources = [
         ModelSource(name, path, name in options.pinned) for name, path in zip(names, options.models, strict=True)
     ]
-    if twice := {source.name for source in sources if [each.name for each in sources].count(source.name) > 1}:
+    if twice := [name for name in names if names.count(name) > 1]:
         raise InvalidRequestError(
             f"two models have the name {min(twice)!r}: name each with its own --served-model-name"
         )
-    known = {source.name for source in sources}
     for name in options.pinned:
-        if name not in known:
-            found = {source.name: source for source in _find_models(options)}
-            path = found[name].path if name in found else name
-            sources.append(ModelSource(name, path, is_pinned=True))
+        if name not in names:
+            path_by_name = {source.name: source.path for source in _find_models(options)}
+            sources.append(ModelSource(name, path_by_name.get(name, name), is_pinned=True))
     return sources
 
 

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from infer.cli.option_files import refusing
 from infer.cli.process_streams import Terminated, handling
@@ -48,12 +48,8 @@ class Client(NamedTuple):
 
 
 def _claude(base: str, model: str, key: str) -> Settings:
-    return {
-        "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_AUTH_TOKEN": key or NO_KEY,
-        "ANTHROPIC_MODEL": model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-    }, []
+    models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), model)
+    return {"ANTHROPIC_BASE_URL": base, "ANTHROPIC_AUTH_TOKEN": key or NO_KEY, **models}, []
 
 
 def _codex(base: str, model: str, key: str) -> Settings:
@@ -125,13 +121,12 @@ def run_launch(options: LaunchOptions, choose_model: Callable[[], str]) -> int:
 def _served_model(options: LaunchOptions) -> Mapping[str, Any]:
     """Return the named model of the server, or its first one. Raises InvalidRequestError if it has none."""
     models = _models(_ask(options, "/v1/models"), options.url)
-    names = [each["id"] for each in models]
-    wanted = names[:1] if options.model is None else [options.model, plain_name(options.model)]
     for each in models:
-        if each["id"] in wanted:
+        if options.model is None or each["id"] in (options.model, plain_name(options.model)):
             return each
+    names = ", ".join(each["id"] for each in models) or "none"
     raise InvalidRequestError(
-        f"{options.model or 'a model'} is not served at {options.url}, which serves {', '.join(names) or 'none'}: "
+        f"{options.model or 'a model'} is not served at {options.url}, which serves {names}: "
         "name one of these, or give another --url to start a server there"
     )
 
@@ -177,7 +172,9 @@ def _serving(options: ServerAddress, model: str) -> Iterator[None]:
 
         def check() -> None:
             if server.poll() is not None:
-                raise InferError(f"the server has ended with status {server.returncode}: {_last_line(log)}")
+                log.seek(0)
+                reason = log.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("infer: ")
+                raise InferError(f"the server has ended with status {server.returncode}: {reason}")
 
         try:
             _await_ready(options, f"loading {model}", check)
@@ -185,11 +182,6 @@ def _serving(options: ServerAddress, model: str) -> Iterator[None]:
         finally:
             with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: None)):
                 _stop(server)
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace").strip().rpartition("\n")[2].removeprefix("infer: ")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -274,13 +266,15 @@ def _ask(options: ServerAddress, path: str, body: Any = None) -> Any:
         with _opener(url).open(request, timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        raise InvalidRequestError(f"{options.url} refused the request: {_message(error)}") from error
+        reason = f"status {error.code}"
+        with suppress(ValueError, KeyError, TypeError):
+            reason = str(json.load(error)["error"]["message"])
+        raise InvalidRequestError(f"{options.url} refused the request: {reason}") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
         proxy = "" if _is_local(url) else urllib.request.getproxies().get(url.partition(":")[0], "")
         through = f" through the proxy {proxy}" if proxy else ""
-        message = f"no server answers at {options.url}{through} ({reason}): start infer serve, or give --url"
-        raise InferError(message) from error
+        where = f"{options.url}{through} ({getattr(error, 'reason', error)})"
+        raise InferError(f"no server answers at {where}: start infer serve, or give --url") from error
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
@@ -295,10 +289,3 @@ def _is_local(url: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return address.is_loopback or address.is_unspecified
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {error.code}"

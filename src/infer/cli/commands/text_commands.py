@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -52,24 +52,21 @@ class Progress:
     def count(self, *, has_failed: bool) -> None:
         self.num_done += 1
         self.num_failed += has_failed
-        now = time.monotonic()
-        if now - self._shown_at >= self._seconds:
-            self._shown_at = now
-            told = f"{self.num_done} of {self._total} rows, {self._pace(now)}"
-            if self._is_bar:
-                self.line.show(f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {told}")
-            else:
-                write_notice(told)
+        if time.monotonic() - self._shown_at < self._seconds:
+            return
+        self._shown_at = time.monotonic()
+        left = _duration((self._total - self.num_done) / self.rate)
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        told = f"{self.num_done} of {self._total} rows, {self.rate:.1f} rows/s, {left} left{failed}"
+        if self._is_bar:
+            self.line.show(f"{bar(self.num_done / self._total, PROGRESS_WIDTH):<{PROGRESS_WIDTH}} {told}")
+        else:
+            write_notice(told)
 
     @property
     def rate(self) -> float:
         """Number of rows per second."""
         return self.num_done / max(time.monotonic() - self._started, 1e-9)
-
-    def _pace(self, now: float) -> str:
-        left = (self._total - self.num_done) * (now - self._started) / max(self.num_done, 1)
-        failed = f", {self.num_failed} failed" if self.num_failed else ""
-        return f"{self.rate:.1f} rows/s, {_duration(left)} left{failed}"
 
 
 def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> int:
@@ -88,9 +85,7 @@ def run_batch(options: BatchOptions, values: Mapping[str, Any], load: Load) -> i
             output.write(line.text)
             progress.count(has_failed=line.has_failed)
 
-        with ExitStack() as stack:
-            stack.callback(progress.line.close)
-            cancellation = stack.enter_context(cancel_on_signal())
+        with closing(progress.line), cancel_on_signal() as cancellation:
             event = cancellation.event
             rows = progress.timed(row for row in _rows(source) if row.id in todo and not event.is_set())
             if todo and options.workers == 1:
@@ -195,14 +190,9 @@ def write_lines(texts: Sequence[GivenText], found: Iterable[dict[str, Any]], out
         {"index": index} | ({} if each.id is None else {"id": each.id}) | own
         for index, (each, own) in enumerate(zip(texts, found, strict=True))
     )
-    lines = (json_text(record) + "\n" for record in records)
-    if output is not None:
-        with _opened(output, "w") as file:
-            file.writelines(lines)
-        return
-    writer = TextWriter(sys.stdout)
-    for line in lines:
-        writer.write(line)
+    with nullcontext(TextWriter(sys.stdout)) if output is None else _opened(output, "w") as writer:
+        for record in records:
+            writer.write(f"{json_text(record)}\n")
 
 
 def _opened(path: Path, mode: str) -> Any:

@@ -396,7 +396,7 @@ class LLM(TextCalls):
             '.'
         """
         host, ask = self.host, Ask.of(prompt, params, keywords.pop("options", None), keywords)
-        return host.loop.astream(partial(host.requests.sequence, ask))
+        return host.loop.astream(partial(host.requests.sequence, ask), is_constrained=ask.is_constrained)
 
     def generate_all(
         self,

@@ -17,8 +17,8 @@ from infer.models.families.config_values import Config, choice, count, flag, opt
 from infer.models.families.encoders import ENCODERS
 from infer.models.families.experts import make_experts
 from infer.models.families.family import OFF_IF_NULL, OPTIONAL, Family
-from infer.models.families.heads import sigmoid_of_elements
-from infer.models.families.layer_kinds import CHUNKED, SLIDING
+from infer.models.families.heads import heads_of_layers, per_layer_input, sigmoid_of_elements
+from infer.models.families.layer_kinds import CHUNKED, SLIDING, sources_of_keys
 from infer.models.families.rope_scaling import make_rope
 from infer.models.families.table import FAMILIES
 from infer.models.families.whole_texts import sees_whole_texts, without_mask
@@ -147,7 +147,7 @@ def as_read(config: Config, family: Family) -> Config:
 def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
     num_layers = num_layers_of(config)
     kinds, rotated = family.layer_kinds(config, num_layers), family.rotated_layers(config, num_layers)
-    wanted = list(zip(kinds, rotated, family.num_heads(config, num_layers), strict=True))
+    wanted = list(zip(kinds, rotated, heads_of_layers(config, num_layers), strict=True))
     mixer_by_kind = {each: _mixer(config, family, *each) for each in sorted(set(wanted))}
     activation = choice(config, family.activation_name, family.activations)
     experts = None if family.experts is None else make_experts(config, activation, family.experts)
@@ -158,8 +158,8 @@ def _layers(config: Config, family: Family) -> tuple[Layer, ...]:
             family.dense_size(config), activation, has_bias=flag(config, "mlp_bias"), is_gated=family.is_gated
         )
     norms = family.norms if isinstance(family.norms, Norms) else family.norms(config)
-    sources = family.shared_layers(config, kinds)
-    own_input = family.per_layer_input(config, activation)
+    sources = sources_of_keys(config, kinds)
+    own_input = per_layer_input(config, activation)
     layers = [
         Layer(
             mixer_by_kind[each],

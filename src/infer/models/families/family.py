@@ -5,51 +5,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.compute.operands.architecture import Norms, TextInputs
-from infer.compute.operands.feed_forwards import Activation, PerLayerInput
+from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
 from infer.models.families.config_values import Config
 from infer.models.families.experts import ExpertRules, every_layer_is_sparse
-from infer.models.families.heads import equal_heads
-from infer.models.families.layer_kinds import Kinds, all_full, all_rotated, none_shared
+from infer.models.families.layer_kinds import Kinds, all_full, all_rotated
 from infer.models.families.ropes import usual_rope
 from infer.models.families.widths import ACTIVATIONS, intermediate_size
 
 # Settings that only some families' code reads, although every config may have them.
 OPTIONAL = frozenset(
-    {"attention_bias", "attention_output_bias", "mlp_bias", "query_pre_attn_scalar"}
-    | {"attn_logit_softcapping", "final_logit_softcapping"}
-    | {
-        "output_multiplier",
-        "attention_k_eq_v",
-        "embedding_multiplier",
-        "residual_multiplier",
-        "attention_multiplier",
-        "logits_scaling",
-    }
+    {"attention_bias", "attention_output_bias", "mlp_bias", "attn_logit_softcapping", "final_logit_softcapping"}
+    | {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "output_multiplier", "logits_scaling"}
+    | {"query_pre_attn_scalar", "attention_k_eq_v", "num_kv_shared_layers", "num_attention_heads_per_layer"}
+    | {"hidden_size_per_layer_input"}
 )
 # For these settings null is a value; for all others it means absent.
-OFF_IF_NULL = frozenset({"head_dim", "num_key_value_heads", "sliding_window", "attn_logit_softcapping"}) | {
-    "attention_chunk_size",
-    "rope_theta",
-    "final_logit_softcapping",
-    "block_ffn_dim_multiplier",
-    "hidden_size_per_layer_input",
-}
+OFF_IF_NULL = frozenset(
+    {"head_dim", "num_key_value_heads", "sliding_window", "attention_chunk_size", "rope_theta"}
+    | {"attn_logit_softcapping", "final_logit_softcapping"}
+    | {"block_ffn_dim_multiplier", "hidden_size_per_layer_input"}
+)
 ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _PRE_NORMS = Norms(before=True, after=False)
-
-
-def _of_any_kind(config: Config, kind: str, is_rotated: bool) -> Config:
-    return config
-
-
-def _not_scaled(config: Config) -> None:
-    return None
-
-
-def _no_per_layer_input(config: Config, activation: Activation) -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -80,18 +59,14 @@ class Family:
     is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
     qk_norm: QKNorm | None = None
     # Changes the settings of attention for layers of a kind, which rotate or not.
-    of_kind: Callable[[Config, str, bool], Config] = _of_any_kind
-    # The layer whose keys each layer reads.
-    shared_layers: Callable[[Config, Sequence[str]], Sequence[int | None]] = none_shared
-    per_layer_input: Callable[[Config, Activation], PerLayerInput | None] = _no_per_layer_input
+    of_kind: Callable[[Config, str, bool], Config] = lambda config, kind, is_rotated: config
     has_v_norm: bool = False
     has_scale: bool = False  # of each layer
     qk_norm_setting: str | None = None  # the setting that decides if there are such norms
-    query_scale: Callable[[Config], QueryScale | None] = _not_scaled
+    query_scale: Callable[[Config], QueryScale | None] = lambda config: None
     has_sinks: bool = False
     # The curve of gates, and True for one gate per head. None: attention has no gates.
     gates: Callable[[Config], tuple[GateCurve, bool]] | None = None
-    num_heads: Callable[[Config, int], Sequence[int]] = equal_heads  # of each layer
 
 
 def usual_defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:

@@ -9,15 +9,11 @@ from infer.models.families.config_values import Config, count, flag, positive, s
 from infer.models.families.layer_kinds import FULL, gemma4_kinds
 
 
-def equal_heads(config: Config, num_layers: int) -> Sequence[int]:
-    return [count(config, "num_attention_heads")] * num_layers
-
-
-def laguna_heads(config: Config, num_layers: int) -> Sequence[int]:
-    """Return Laguna's numbers of heads, which `num_attention_heads_per_layer` may list."""
+def heads_of_layers(config: Config, num_layers: int) -> Sequence[int]:
+    """Return the number of heads of each layer, which `num_attention_heads_per_layer` may list."""
     given = config.get("num_attention_heads_per_layer")
     if given is None:
-        return equal_heads(config, num_layers)
+        return [count(config, "num_attention_heads")] * num_layers
     if not isinstance(given, list) or len(given) != num_layers:
         raise ModelError(f"num_attention_heads_per_layer must list {num_layers} numbers, got {given!r:.80}")
     return [count({"num_attention_heads_per_layer": each}, "num_attention_heads_per_layer") for each in given]
@@ -81,8 +77,8 @@ def gemma4_of_kind(config: Config, kind: str, is_rotated: bool) -> Config:
     return {**config, **own, **_of_layers(config, kind)}
 
 
-def gemma4_per_layer_input(config: Config, activation: Activation) -> PerLayerInput | None:
-    """Return the use of a token's own input in each layer, in E2B and E4B; None in larger models."""
+def per_layer_input(config: Config, activation: Activation) -> PerLayerInput | None:
+    """Return the use of a token's own input in each layer, if a config has one, as in Gemma 4's E2B and E4B."""
     if config.get("hidden_size_per_layer_input") in (None, 0):
         return None
     vocab_size, num_rows = count(config, "vocab_size"), config.get("vocab_size_per_layer_input")

@@ -105,11 +105,7 @@ def chunked_where_rotated(config: Config, num_layers: int) -> Sequence[str]:
     return kinds
 
 
-def none_shared(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
-    return [None] * len(kinds)
-
-
-def last_share_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
+def sources_of_keys(config: Config, kinds: Sequence[str]) -> Sequence[int | None]:
     """Return, for each of the last `num_kv_shared_layers` layers, the last layer of its kind before all of these."""
     num_shared = config.get("num_kv_shared_layers", 0)
     if type(num_shared) is not int or not 0 <= num_shared < len(kinds):

@@ -81,7 +81,7 @@ SPARSE: dict[str, Family] = {
         usual_defaults(131_072, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=512)
         | {SHARED_SIZE: 512, "head_dim": 128, "sliding_window": 512},
         fixed={"norm_topk_prob": True, "first_k_dense_replace": 1},
-        reads=ATTENTION_BIAS,
+        reads=ATTENTION_BIAS | {"num_attention_heads_per_layer"},
         renamed={"moe_routed_scaling_factor": "routed_scaling_factor"},
         refuses={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
         layer_kinds=kinds.full_unless_listed,
@@ -91,7 +91,6 @@ SPARSE: dict[str, Family] = {
         experts=ExpertRules("sigmoid", is_scaled=True, has_correction=True, shared=SHARED_SIZE),
         is_sparse=is_sparse_as_listed,
         gates=heads.laguna_gates,
-        num_heads=heads.laguna_heads,
     ),
     "qwen2_moe": Family(
         usual_defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)

@@ -49,12 +49,12 @@ _GEMMA4 = replace(
     | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
     fixed={"query_pre_attn_scalar": 1.0},
     renamed={"top_k_experts": "num_experts_per_tok"},
-    reads=ATTENTION_BIAS | {"final_logit_softcapping", "attention_k_eq_v"},
+    reads=ATTENTION_BIAS
+    | {"final_logit_softcapping", "attention_k_eq_v"}
+    | {"hidden_size_per_layer_input", "num_kv_shared_layers"},
     experts=ExpertRules(is_normalized=True, shared="intermediate_size", has_norms=True, setting="enable_moe_block"),
-    per_layer_input=heads.gemma4_per_layer_input,
     layer_kinds=kinds.gemma4_kinds,
     of_kind=heads.gemma4_of_kind,
-    shared_layers=kinds.last_share_keys,
     rope_settings=ropes.gemma4_rope,
     rotates_partly=True,
     has_v_norm=True,

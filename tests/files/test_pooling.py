@@ -15,7 +15,7 @@ from embedding_model import make_qwen3, write_dense, write_modules
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer.errors import ModelError, UnsupportedModelError
 from infer.files import open_checkpoint
-from infer.files.heads.head_files import DenseFiles
+from infer.files.heads.head_files import LayerFiles
 from infer.files.heads.pooling import embedding_from_folder
 from infer.models.pooled_head import load_head
 from refusals import check_refused, refusal
@@ -65,7 +65,7 @@ def test_layers_are_kept_in_their_order(tmp_path: Path) -> None:
     found = embedding_from_folder(tmp_path)
     assert found is not None
     assert (found.normalizes, found.skips_prompt, len(found.files)) == (True, True, 2)
-    sizes = [step.weight.shape if isinstance(step, DenseFiles) else step for step in found.head]
+    sizes = [step.weight.shape if isinstance(step, LayerFiles) else step for step in found.head]
     assert sizes == [(9, 8), "tanh", (10, 9), "tanh"]
 
 

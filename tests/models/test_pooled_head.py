@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from infer.errors import ModelFormatError
-from infer.files.heads.head_files import LayerNormFiles, StepFiles, check_head, take_dense
+from infer.files.heads.head_files import StepFiles, check_head, take_layer
 from infer.files.tensors.safetensors import read_safetensors
 from infer.models.pooled_head import Head, load_head
 from refusals import check_refused
@@ -42,8 +42,7 @@ def test_a_classifier_of_modern_bert_s_kind_is_that_of_torch(tmp_path: Path, nam
     nn.init.normal_(norm.weight)
     oracle = nn.Sequential(nn.Linear(SIZE, MIDDLE, bias=has_bias), ACTIVATIONS[name], norm, nn.Linear(MIDDLE, LABELS))
     found = save(tmp_path / "a.safetensors", oracle)
-    norm_files = LayerNormFiles(found["2.weight"], found.get("2.bias"), 1e-3)
-    head = load((take_dense(found, "0"), name, norm_files, take_dense(found, "3")))
+    head = load((take_layer(found, "0"), name, take_layer(found, "2", 1e-3), take_layer(found, "3")))
     states = torch.randn(5, SIZE)
     with torch.inference_mode():
         torch.testing.assert_close(applied(head, states.double()), oracle.double()(states.double()))
@@ -54,7 +53,7 @@ def test_the_bits_of_a_result_depend_only_on_its_state(tmp_path: Path) -> None:
     found = save(
         tmp_path / "a.safetensors", nn.Sequential(nn.Linear(SIZE, MIDDLE), nn.Tanh(), nn.Linear(MIDDLE, LABELS))
     )
-    head = load((take_dense(found, "0"), "tanh", take_dense(found, "2")))
+    head = load((take_layer(found, "0"), "tanh", take_layer(found, "2")))
     states = torch.randn(9, SIZE).double()
     together = applied(head, states)
     assert torch.equal(together, torch.stack([head.of(state.clone()) for state in states]))
@@ -66,7 +65,7 @@ def test_half_precision_is_read_as_it_is(tmp_path: Path) -> None:
     weight, state = torch.randn(LABELS, SIZE).bfloat16(), torch.randn(SIZE).double()
     save_file({"linear.weight": weight}, tmp_path / "a.safetensors")
     found = read_safetensors(tmp_path / "a.safetensors")
-    torch.testing.assert_close(load((take_dense(found, "linear"),)).of(state), weight.double() @ state)
+    torch.testing.assert_close(load((take_layer(found, "linear"),)).of(state), weight.double() @ state)
 
 
 MISFITS = [
@@ -81,4 +80,4 @@ MISFITS = [
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Tensor], message: str) -> None:
     modules = nn.ModuleDict({"linear": nn.Linear(SIZE, LABELS)})
     found = save(tmp_path / "a.safetensors", modules, **changes)
-    check_refused(lambda: check_head((take_dense(found, "linear"),), SIZE), message, ModelFormatError)
+    check_refused(lambda: check_head((take_layer(found, "linear"),), SIZE), message, ModelFormatError)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from infer.errors import ModelFormatError
-from infer.files.heads.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles
+from infer.files.heads.head_files import ActivationName, HeadFiles, StepFiles
 from infer.files.tensors.lazy_weights import as_float32, read_weight
 from infer.files.tensors.tensor_info import TensorInfo
 
@@ -46,20 +46,6 @@ class DenseLayer:
 
 @final
 @dataclass(frozen=True, eq=False)
-class LayerNorm:
-    """Subtract the state's mean, divide by its standard deviation, multiply by w, and add b."""
-
-    weight: Float[Tensor, "inputs"]
-    bias: Float[Tensor, "inputs"] | None
-    eps: float
-
-    def __call__(self, state: Float[Tensor, "inputs"]) -> Float[Tensor, "inputs"]:
-        bias = None if self.bias is None else self.bias.double()
-        return functional.layer_norm(state, state.shape, self.weight.double(), bias, self.eps)
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class Head:
     """Steps after a pooled state, in their order."""
 
@@ -80,10 +66,13 @@ def load_head(files: HeadFiles) -> Head:
 def _load_step(files: StepFiles) -> HeadStep:
     if isinstance(files, str):
         return _ACTIVATIONS[files]
-    bias = None if files.bias is None else _values(files.bias)
-    if isinstance(files, DenseFiles):
-        return DenseLayer(_values(files.weight), bias)
-    return LayerNorm(_values(files.weight), bias, files.eps)
+    weight, bias = _values(files.weight), None if files.bias is None else _values(files.bias)
+    if files.eps is None:
+        return DenseLayer(weight, bias)
+    bias = None if bias is None else bias.double()
+    return partial(
+        functional.layer_norm, normalized_shape=weight.shape, weight=weight.double(), bias=bias, eps=files.eps
+    )
 
 
 def _values(tensor: TensorInfo) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.gguf.forms import form_of, form_of_family
 from infer.files.gguf.gguf_values import shortest
-from infer.files.heads.head_files import ActivationName, DenseFiles, HeadFiles, take_dense, take_layer_norm
+from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, take_layer
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 
@@ -93,7 +93,7 @@ def _take_decoder_head(
     for name in names if isinstance(names, list) else ():
         if str(name).endswith(_OF_TOKENS):
             raise UnsupportedModelError(f"{folder.name}: {name!s:.80} labels tokens: supported are labels of texts")
-    return (take_dense(tensors, _LAYER),), "last"
+    return (take_layer(tensors, _LAYER),), "last"
 
 
 def _activation_of(config: Mapping[str, Any]) -> object:
@@ -117,7 +117,7 @@ def classifier_from_gguf(
 
 def _num_labels(head: HeadFiles) -> int:
     layer = head[-1]
-    assert isinstance(layer, DenseFiles)
+    assert isinstance(layer, LayerFiles)
     weight = layer.weight
     if len(weight.shape) != 2 or not weight.shape[0]:
         weight.fail(f"expected one row per label, got the shape {weight.shape}")
@@ -167,17 +167,17 @@ def take_encoder_head(
     if is_roberta:
         activation: ActivationName = "gelu" if kind == "electra" else "tanh"
         first = _needed(folder, tensors, "classifier.dense")
-        return (first, activation, take_dense(tensors, "classifier.out_proj")), "cls"
-    labels = take_dense(tensors, "classifier")
+        return (first, activation, take_layer(tensors, "classifier.out_proj")), "cls"
+    labels = take_layer(tensors, "classifier")
     if kind != "modernbert":
         name, activation = ("pre_classifier", "relu") if kind == "distilbert" else ("pooler.dense", "tanh")
         return (_needed(folder, tensors, name), activation, labels), "cls"
     first = _needed(folder, tensors, "head.dense")
-    _check(folder, tensors, "head.norm")
     path = folder / "config.json"
     pooling = _choice(path, "classifier_pooling", config.get("classifier_pooling", "cls"), _POOLINGS)
     activation = _choice(path, "classifier_activation", config.get("classifier_activation", "gelu"), _ACTIVATIONS)
-    norm = take_layer_norm(tensors, "head.norm", _eps(path, "norm_eps", config.get("norm_eps", _MODERN_BERT_EPS)))
+    eps = _eps(path, "norm_eps", config.get("norm_eps", _MODERN_BERT_EPS))
+    norm = _needed(folder, tensors, "head.norm", eps)
     return (first, activation, norm, labels), pooling
 
 
@@ -197,7 +197,7 @@ def _take_gguf_head(
             f"{path.name}: the head of labels lacks the tensor {lacking[0]}.weight, so its scores would be wrong: use "
             "the model's folder of safetensors"
         )
-    *first, labels = (take_dense(tensors, name) if name not in lacking else None for name in _GGUF_LAYERS)
+    *first, labels = (take_layer(tensors, name) if name not in lacking else None for name in _GGUF_LAYERS)
     if labels is None:
         return None
     dense = [each for each in first if each is not None]
@@ -209,19 +209,17 @@ def _take_gguf_head(
     pooling = _choice(path, key, metadata.get(key, 1), _POOLING_BY_NUMBER)
     eps_key = f"{architecture}.attention.layer_norm_epsilon"
     eps = _eps(path, eps_key, shortest(metadata.get(eps_key, _MODERN_BERT_EPS)))
-    norm = [take_layer_norm(tensors, "cls.norm", eps)] if "cls.norm.weight" in tensors else []
+    norm = [take_layer(tensors, "cls.norm", eps)] if "cls.norm.weight" in tensors else []
     return (*dense, "gelu", *norm, labels), pooling
 
 
-def _needed(folder: Path, tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:
-    """Remove the tensors of a dense layer, and return it. Raises ModelFormatError if the files do not have it."""
-    _check(folder, tensors, prefix)
-    return take_dense(tensors, prefix)
-
-
-def _check(folder: Path, tensors: Mapping[str, TensorInfo], prefix: str) -> None:
+def _needed(
+    folder: Path, tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float | None = None
+) -> LayerFiles:
+    """Remove the tensors of a layer, and return it. Raises ModelFormatError if the files do not have it."""
     if (name := f"{prefix}.weight") not in tensors:
         raise ModelFormatError(folder, f"tensor {name!r}", "is missing: the head of labels needs it")
+    return take_layer(tensors, prefix, eps)
 
 
 def _choice(path: Path, key: str, given: object, known: Mapping[object, Any]) -> Any:

@@ -12,35 +12,25 @@ ActivationName = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
 
 @final
 @dataclass(frozen=True)
-class DenseFiles:
-    """The weight `[outputs, inputs]` of a dense layer, and its bias."""
+class LayerFiles:
+    """The weight and the bias of a dense layer, `[outputs, inputs]`, or with an eps of a layer norm."""
 
     weight: TensorInfo
     bias: TensorInfo | None = None
+    eps: float | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.eps is None
 
 
-@final
-@dataclass(frozen=True)
-class LayerNormFiles:
-    """The weight and the bias of a layer norm."""
-
-    weight: TensorInfo
-    bias: TensorInfo | None
-    eps: float
-
-
-StepFiles = DenseFiles | LayerNormFiles | ActivationName
+StepFiles = LayerFiles | ActivationName
 HeadFiles = tuple[StepFiles, ...]
 
 
-def take_dense(tensors: MutableMapping[str, TensorInfo], prefix: str) -> DenseFiles:
-    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their dense layer."""
-    return DenseFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None))
-
-
-def take_layer_norm(tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float) -> LayerNormFiles:
-    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their layer norm."""
-    return LayerNormFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None), eps)
+def take_layer(tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float | None = None) -> LayerFiles:
+    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their layer."""
+    return LayerFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None), eps)
 
 
 def check_head(steps: Sequence[StepFiles], size: int) -> int:
@@ -49,15 +39,13 @@ def check_head(steps: Sequence[StepFiles], size: int) -> int:
     Raises ModelFormatError for a wrong shape, and for a tensor type without values.
     """
     for step in steps:
-        if isinstance(step, DenseFiles):
-            outputs = step.weight.shape[0] if step.weight.shape else 0
-            _check(step.weight, (max(outputs, 1), size))
-            size = outputs
-        if not isinstance(step, str):
-            own = [step.bias] if isinstance(step, DenseFiles) else [step.weight, step.bias]
-            for tensor in own:
-                if tensor is not None:
-                    _check(tensor, (size,))
+        if isinstance(step, str):
+            continue
+        outputs = step.weight.shape[0] if step.weight.shape else 0
+        _check(step.weight, (max(outputs, 1), size) if step.is_dense else (size,))
+        size = outputs
+        if step.bias is not None:
+            _check(step.bias, (size,))
     return size
 
 

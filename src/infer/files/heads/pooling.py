@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from infer.errors import UnsupportedModelError
-from infer.files.heads.head_files import ActivationName, DenseFiles, HeadFiles, StepFiles, take_dense
+from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, StepFiles, take_layer
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules, vector_size_from_folder
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
@@ -79,7 +79,7 @@ def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
         if module.kind != "Dense":
             raise module.unsupported("after Pooling, only Dense layers and a last Normalize are supported")
         dense, *activations = _dense_steps(module)
-        assert isinstance(dense, DenseFiles)
+        assert isinstance(dense, LayerFiles)
         steps += [dense, *activations]
         files.append(dense.weight.file)
     config = pooling.config()
@@ -117,7 +117,7 @@ def _dense_steps(module: SentenceModule) -> HeadFiles:
     tensors = module.tensors()
     if "linear.weight" not in tensors:
         raise module.unsupported(f"its weights have no tensor 'linear.weight': {', '.join(tensors)!r:.80}")
-    return take_dense(tensors, "linear"), *_ACTIVATIONS_BY_CLASS[activation]
+    return take_layer(tensors, "linear"), *_ACTIVATIONS_BY_CLASS[activation]
 
 
 def embedding_from_gguf(
@@ -127,7 +127,7 @@ def embedding_from_gguf(
 
     Raises UnsupportedModelError for a pooling type that is not supported.
     """
-    steps = tuple(take_dense(tensors, name) for name in _GGUF_DENSE if f"{name}.weight" in tensors)
+    steps = tuple(take_layer(tensors, name) for name in _GGUF_DENSE if f"{name}.weight" in tensors)
     key = f"{metadata['general.architecture']}.pooling_type"
     number = metadata.get(key, 0)
     if type(number) is not int or number not in (*_NOT_ONE_VECTOR, *POOLING_BY_NUMBER):

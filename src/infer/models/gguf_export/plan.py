@@ -26,7 +26,7 @@ from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
 from infer.files.gguf.quantised_file import SourceTensor
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
-from infer.files.heads.head_files import DenseFiles, HeadFiles
+from infer.files.heads.head_files import HeadFiles, LayerFiles
 from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
 from infer.files.heads.reranker_files import RERANK_PROMPT, RerankerFiles
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
@@ -94,7 +94,7 @@ def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
 def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
     number = _NUMBERS.get(files.pooling)
     lacking = f"the pooling {files.pooling}" if number is None else None
-    if any(not isinstance(step, DenseFiles) or step.bias is not None for step in files.head) or len(files.head) > 2:
+    if any(isinstance(step, str) or step.bias is not None for step in files.head) or len(files.head) > 2:
         lacking = "the layers after the pooling: it has two matrices without a bias"
     if lacking is not None or number is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no form for {lacking}")
@@ -110,7 +110,7 @@ def _embedding(path: Path, files: EmbeddingFiles) -> HeadPlan:
 
 
 def _classifier(path: Path, name: str, files: ClassifierFiles, eps: float) -> HeadPlan:
-    dense = [step for step in files.head if isinstance(step, DenseFiles)]
+    dense = [step for step in files.head if isinstance(step, LayerFiles) and step.is_dense]
     tensors = _tensors(files.head, ("cls", "cls.output")[-len(dense) :])
     values: dict[str, Value] = {"classifier.output_labels": list(files.labels)}
     if files.pooling in ("mean", "cls"):
@@ -138,7 +138,7 @@ def _classifier(path: Path, name: str, files: ClassifierFiles, eps: float) -> He
 def _kinds(head: HeadFiles) -> list[str]:
     """Return the steps in words."""
     return [
-        step if isinstance(step, str) else "dense" if isinstance(step, DenseFiles) else f"a norm with eps {step.eps:g}"
+        step if isinstance(step, str) else "dense" if step.eps is None else f"a norm with eps {step.eps:g}"
         for step in head
     ]
 
@@ -149,7 +149,7 @@ def _tensors(head: HeadFiles, names: tuple[str, ...]) -> list[SourceTensor]:
     for step in head:
         if isinstance(step, str):
             continue
-        module = remaining.pop(0) if isinstance(step, DenseFiles) else "cls.norm"
+        module = remaining.pop(0) if step.is_dense else "cls.norm"
         infos[f"{module}.weight"] = step.weight
         if step.bias is not None:
             infos[f"{module}.bias"] = step.bias

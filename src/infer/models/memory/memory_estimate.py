@@ -4,13 +4,13 @@ The backend's own rules (`backends.before_load`) count weights. A cache counts w
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, Self, runtime_checkable
 
-from infer.compute.backends.before_load import MemoryRules, memory_rules, step_limits
+from infer.compute.backends.before_load import memory_rules, step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import make_groups, page_bytes, pool_sizes, read_bytes, slot_bytes
 from infer.compute.operands.architecture import Architecture
@@ -78,10 +78,9 @@ def kv_type_of(
 
 def type_of_keys(architecture: Architecture, tensors: Mapping[str, StoredMatrix]) -> str:
     """Return the type in which the file stores the first layer's matrix of keys, or F32 if no layer has one."""
-    for index, layer in enumerate(architecture.layers):
-        if isinstance(layer.mixer, Attention):
-            return tensors[f"model.layers.{index}.self_attn.k_proj.weight"].type
-    return "F32"
+    layers = enumerate(architecture.layers)
+    first = next((index for index, layer in layers if isinstance(layer.mixer, Attention)), None)
+    return "F32" if first is None else tensors[f"model.layers.{first}.self_attn.k_proj.weight"].type
 
 
 def loaded_types(architecture: Architecture, tensors: Mapping[str, StoredMatrix], load: LoadSettings) -> dict[str, str]:
@@ -110,68 +109,60 @@ def _loaded_type(name: str, info: StoredMatrix, load: LoadSettings) -> str:
     return "Q4_1" if load.weights == "q4" and name not in _TABLES else "Q8_0"
 
 
+def tensor_sizes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> dict[str, int]:
+    """Return the bytes of each tensor by its name: matrices in the kernels' layout, norms and biases in float32.
+
+    A table that stays in its file uses no memory.
+    """
+    rules, sizes = memory_rules(device), dict[str, int]()
+    for name, shape in expected_shapes(architecture).items():
+        bytes_of = rules.table_bytes if name == PER_LAYER_TABLE else rules.matrix_bytes
+        sizes[name] = bytes_of(types[name], *shape) if name in types else 4 * prod(shape)
+    return sizes
+
+
 def weight_bytes(
     architecture: Architecture, types: Mapping[str, str], device: str = "cpu", experts_memory: int | None = None
 ) -> int:
-    """Return the bytes of the weights: matrices in the kernels' layout, norms and biases in float32.
-
-    A table that stays in its file uses no memory, and experts use at most `experts_memory` if it is given.
-    """
-    rules = memory_rules(device)
-    total = sum(
-        _matrix_bytes(rules, name, types[name], shape) if name in types else 4 * prod(shape)
-        for name, shape in expected_shapes(architecture).items()
-    )
+    """Return the bytes of the weights. Experts use at most `experts_memory` if it is given."""
+    sizes = tensor_sizes(architecture, types, device)
+    total = sum(sizes.values())
     for index, layer in enumerate(architecture.layers):
         if isinstance(layer.mixer, Attention) and layer.mixer.has_keys and layer.mixer.are_values_keys:
-            keys = types[f"model.layers.{index}.self_attn.k_proj.weight"]  # these are counted twice
-            total += rules.matrix_bytes(keys, layer.mixer.kv_features, architecture.hidden_size)
+            total += sizes[f"model.layers.{index}.self_attn.k_proj.weight"]  # a second time, as values
     if experts_memory is not None:
         total -= expert_bytes(architecture, types, device)
-        total += rules.expert_store_bytes(architecture, types, experts_memory)
+        total += memory_rules(device).expert_store_bytes(architecture, types, experts_memory)
     return total
 
 
 def table_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Return the bytes of the embedding and of the projection to logits."""
-    sizes = architecture.vocab_size, architecture.hidden_size
-    return sum(memory_rules(device).matrix_bytes(types[name], *sizes) for name in _TABLES if name in types)
+    sizes = tensor_sizes(architecture, types, device)
+    return sum(sizes[name] for name in _TABLES if name in types)
 
 
 def expert_bytes(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> int:
     """Return the bytes of the matrices of all experts."""
-    shapes = expected_shapes(architecture)
-    names = (name for name in types if ".mlp.experts." in name)
-    return sum(_matrix_bytes(memory_rules(device), name, types[name], shapes[name]) for name in names)
-
-
-def _matrix_bytes(rules: MemoryRules, name: str, type_: str, shape: tuple[int, ...]) -> int:
-    return (rules.table_bytes if name == PER_LAYER_TABLE else rules.matrix_bytes)(type_, *shape)
-
-
-def _unread_bytes(architecture: Architecture, types: Mapping[str, str]) -> int:
-    """Return the bytes of the experts that a token does not use."""
-    total, rules = 0.0, memory_rules()
-    for index, layer in enumerate(architecture.layers):
-        if isinstance(layer.feed_forward, Experts):
-            router, shapes = layer.feed_forward.router, layer.feed_forward.shapes(architecture.hidden_size)
-            sizes = (
-                rules.matrix_bytes(types[f"model.layers.{index}.{name}"], *shape)
-                for name, shape in shapes.items()
-                if name.startswith("mlp.experts.") and len(shape) > 1
-            )
-            total += sum(sizes) * (1 - router.num_chosen / router.num_experts)
-    return int(total)
+    sizes = tensor_sizes(architecture, types, device)
+    return sum(sizes[name] for name in types if ".mlp.experts." in name)
 
 
 def decode_bytes(architecture: Architecture, types: Mapping[str, str], kv_type: str, context: int) -> int:
     """Return the bytes that one decode step of one row reads after `context` tokens: weights and cache.
 
-    An embedding table that is not the head is left out, because a step reads only one row of it.
+    An embedding table that is not the head is left out, because a step reads only one row of it, and so are the experts
+    that a token does not use.
     """
-    total = weight_bytes(architecture, types) - _unread_bytes(architecture, types)
+    total, sizes, of_experts = weight_bytes(architecture, types), tensor_sizes(architecture, types), Counter[int]()
+    for name in types:
+        if ".mlp.experts." in name:
+            of_experts[int(name.split(".")[2])] += sizes[name]
+    parts = ((layer.feed_forward, of_experts[index]) for index, layer in enumerate(architecture.layers))
+    routers = [(part.router, size) for part, size in parts if isinstance(part, Experts)]
+    total -= int(sum(size * (1 - router.num_chosen / router.num_experts) for router, size in routers))
     if not architecture.tied_embeddings:
-        total -= memory_rules().matrix_bytes(types[_TABLES[0]], architecture.vocab_size, architecture.hidden_size)
+        total -= sizes[_TABLES[0]]
     return total + sum(read_bytes(layer, kv_type, context) for layer in architecture.mixers)
 
 
@@ -223,7 +214,7 @@ def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, st
 
 def largest_types(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> list[str]:
     """Return the types of the matrices in memory, the type with the most bytes first."""
-    shapes, rules, sizes = expected_shapes(architecture), memory_rules(device), dict[str, int]()
+    by_tensor, sizes = tensor_sizes(architecture, types, device), Counter[str]()
     for name, type_ in types.items():
-        sizes[type_] = sizes.get(type_, 0) + _matrix_bytes(rules, name, type_, shapes[name])
+        sizes[type_] += by_tensor[name]
     return sorted(filter(sizes.get, sizes), key=lambda type_: -sizes[type_])

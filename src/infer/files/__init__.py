@@ -134,7 +134,9 @@ def _tensors_of_folder(
     tensors = dict[str, TensorInfo]()
     names = encoder_names(stored) if form.is_encoder else names_from_hugging_face(stored)
     for name, info in with_joined_scales(_renamed(folder, stored, names)).items():
-        _check_supported(info)
+        if info.type not in FLOAT_TYPES and info.scales is None and info.packed is None:
+            problem = f"tensor {info.name!r:.80} is {info.type}: supported are {', '.join(FLOAT_TYPES)}: {INSTEAD}"
+            raise UnsupportedModelError(f"{info.path.name}: {problem}")
         tensors[name] = replace(info, added=added) if is_norm(name) and name not in whole else info
     if config.get("tie_word_embeddings") and "model.embed_tokens.weight" not in tensors and "lm_head.weight" in tensors:
         # safetensors stores a shared matrix under one of its names.
@@ -219,14 +221,6 @@ def _renamed(path: Path, stored: Mapping[str, TensorInfo], names: Mapping[str, s
             raise ModelFormatError(path, f"tensor {theirs!r:.80}", f"is the same weight as {renamed[ours].name!r:.80}")
         renamed[ours] = stored[theirs]
     return renamed
-
-
-def _check_supported(info: TensorInfo) -> None:
-    if info.type not in FLOAT_TYPES and info.scales is None and info.packed is None:
-        raise UnsupportedModelError(
-            f"{info.path.name}: tensor {info.name!r:.80} is {info.type}: supported are "
-            f"{', '.join(FLOAT_TYPES)}: {INSTEAD}"
-        )
 
 
 def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) -> dict[str, TensorInfo]:

@@ -1,6 +1,6 @@
 """Checkpoint + architecture → `Transformer`, after every name and shape has been checked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -69,18 +69,21 @@ def load_transformer(
         on_input=on_input,
         experts=experts,
     )
-    ends = (shared.embedding, shared.head) if shared is not None else _ends(architecture, loader)
-    embedding, head = ends
+    embedding, head = _ends(architecture, loader) if shared is None else (shared.embedding, shared.head)
     limits = step_limits or backend.step_limits
+    layers = list[LoadedLayer]()
     with nullcontext() if experts is None else experts.loading():
-        layers = tuple(_each_layer(architecture, loader, on_progress))
+        for index, (layer, place) in enumerate(zip(architecture.layers, architecture.cache_indices, strict=True)):
+            layers.append(load_layer(layer, index, loader.of_layer(index), place))
+            if on_progress is not None:
+                on_progress(index + 1, len(architecture.layers))
     per_layer = architecture.per_layer_input
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return Transformer(
         architecture=architecture,
         embedding=embedding,
         per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
-        layers=layers,
+        layers=tuple(layers),
         state_input=LoadedStateInput.load(embedding, architecture.embedding_scale, limits.tokens, loader)
         if architecture.has_state_input
         else None,
@@ -103,15 +106,6 @@ def _ends(architecture: Architecture, loader: WeightLoader) -> tuple[Projection,
         return embedding, embedding
     name = "model.embed_tokens" if architecture.tied_embeddings else "lm_head"
     return embedding, loader.by_rows(name, label="head")
-
-
-def _each_layer(
-    architecture: Architecture, loader: WeightLoader, on_progress: OnProgress | None
-) -> Iterator[LoadedLayer]:
-    for index, (layer, cache_index) in enumerate(zip(architecture.layers, architecture.cache_indices, strict=True)):
-        yield load_layer(layer, index, loader.of_layer(index), cache_index)
-        if on_progress is not None:
-            on_progress(index + 1, len(architecture.layers))
 
 
 def make_rope_table(rope: Rope, num_positions: int, device: torch.device) -> RopeTable:

@@ -73,20 +73,20 @@ class Transformer:
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
-            network = self.architecture
-            eps = network.norm_eps if network.has_embedding_norm else None
-            if self.state_input is None:
-                x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
-            else:
-                x = self.state_input.read(step)
-            if self.text_inputs is not None:
-                x = ops.add_text_inputs(x, step, None, self.text_inputs)
+            x = self._embedded(step) if self.state_input is None else self.state_input.read(step)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:
                 x = layer.add(x, cache, step)
                 if layer.per_layer_input is not None and inputs is not None:
                     x = layer.per_layer_input.add(x, inputs)
             return x
+
+    def _embedded(self, step: Step, cache: TextCache | None = None) -> Float[Tensor, "tokens hidden"]:
+        network = self.architecture
+        eps = network.norm_eps if network.has_embedding_norm else None
+        x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, eps).to(self.dtype)
+        starts = None if cache is None else cache.second_starts
+        return x if self.text_inputs is None else ops.add_text_inputs(x, step, starts, self.text_inputs)
 
     def final_norm(self, residual: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Return the normalised residual stream, which is the input of the projection to logits."""
@@ -107,12 +107,9 @@ class Transformer:
 
         A stage ends with the next layer's keys and values. x must not be used afterwards.
         """
-        network = self.architecture
         with ops.using(self.backend):
             if x is None:
-                x = ops.embed(self.embedding.parts[0], step.tokens, network.embedding_scale, None).to(self.dtype)
-                if self.text_inputs is not None:
-                    x = ops.add_text_inputs(x, step, cache.second_starts, self.text_inputs)
+                x = self._embedded(step, cache)
             else:
                 for part in self.layers[index - 1].text_parts:
                     x = part.add(x, cache, step)

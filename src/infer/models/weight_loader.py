@@ -4,7 +4,6 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -36,17 +35,8 @@ from infer.models.sharding import Range, part_ranges, row_starts, rows_of
 
 Weights = Mapping[str, FileWeight]
 
-EXPERT_PARTS = ("gate", "up", "down")
+_EXPERT_PARTS = ("gate", "up", "down")
 OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, its inputs)
-
-
-class ExpertMatrices(NamedTuple):
-    """The stacked matrices of a layer's experts. With frames, they are read from a file."""
-
-    gate: Projection
-    up: Projection
-    down: Projection
-    frames: ExpertFrames | None = None
 
 
 @dataclass(frozen=True)
@@ -74,34 +64,36 @@ class WeightLoader:
         """Return a loader whose names are relative to a layer."""
         return replace(self, prefix=f"model.layers.{index}.", label=f"L{index}.", layer=index)
 
-    def by_rows(self, *names: str, label: str) -> Projection:
-        """Return this rank's rows of the matrices. The matrices are stacked, then divided by rows."""
-        if self.group is None:
-            return self.projection(*names, label=label)
-        counts = tuple(self._num_rows(name) for name in names)
-        shares = Shares(self.group, row_starts(sum(counts), self.group.size))
-        own = self.projection(*names, label=label, ranges=part_ranges(counts, shares.own))
-        return replace(own, shares=shares)
+    def by_rows(
+        self, *names: str, label: str, are_alike: bool = False, are_blocks: bool = False, is_stack: bool = False
+    ) -> Projection:
+        """Return this rank's rows of the matrices, which are stacked, then divided by rows.
 
-    def each_by_rows(self, *names: str, label: str, are_blocks: bool = False, is_stack: bool = False) -> Projection:
-        """Return this rank's rows of each matrix. The matrices have equal shapes and are divided in the same way."""
+        If they `are_alike`, they have equal shapes, and each is divided in the same way.
+        """
         if self.group is None:
             return self.projection(*names, label=label, is_stack=is_stack)
-        shares = Shares(self.group, row_starts(self._num_rows(names[0]), self.group.size, are_blocks=are_blocks))
-        own = self.projection(*names, label=label, ranges=[shares.own] * len(names), is_stack=is_stack)
-        return replace(own, shares=shares)
+        counts = tuple(map(self._num_rows, names))
+        starts = row_starts(counts[0] if are_alike else sum(counts), self.group.size, are_blocks=are_blocks)
+        shares = Shares(self.group, starts)
+        ranges = [shares.own] * len(names) if are_alike else part_ranges(counts, shares.own)
+        return replace(self.projection(*names, label=label, ranges=ranges, is_stack=is_stack), shares=shares)
 
-    def expert_records(self, num_experts: int) -> ExpertMatrices:
-        """Return gate, up and down of a layer's experts, of which some are in memory at a time."""
-        assert self.experts is not None
-        names = [[f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in EXPERT_PARTS]
-        matrices = [self._whole(of_part) for of_part in names]
-        loaded = self.experts.load(self.layer, lambda expert: [self._weight(*each[expert]) for each in matrices])
-        gate, up, down = (
-            Projection((weight,), self._biases(of_part), label=self.label + part)
-            for part, weight, of_part in zip(EXPERT_PARTS, loaded[:3], matrices, strict=True)
+    def expert_matrices(self, num_experts: int) -> tuple[list[Projection], ExpertFrames | None]:
+        """Return gate, up and down of a layer's experts, and their frames if only some are in memory at a time."""
+        names = {part: [f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)] for part in _EXPERT_PARTS}
+        if self.experts is None:
+            whole = {"are_alike": True, "is_stack": True}
+            parts = names.items()
+            return [self.by_rows(*own, label=part, are_blocks=part != "down", **whole) for part, own in parts], None
+        matrices = {part: self._whole(own) for part, own in names.items()}
+        *weights, frames = self.experts.load(
+            self.layer, lambda expert: [self._weight(*each[expert]) for each in matrices.values()]
         )
-        return ExpertMatrices(gate, up, down, loaded.frames)
+        return [
+            Projection((weight,), self._biases(own), label=self.label + part)
+            for weight, (part, own) in zip(weights, matrices.items(), strict=True)
+        ], frames
 
     def _whole(self, names: Sequence[str]) -> list[tuple[str, Range]]:
         """Return the full names of matrices, each with all of its rows."""

@@ -25,9 +25,9 @@ from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import UnsupportedModelError
 from infer.files import open_checkpoint
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
-from infer.files.gguf.quantised_file import SourceTensor
+from infer.files.gguf.quantised_file import QuantisableModel, SourceTensor
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
-from infer.models.gguf_export.plan import ExportPlan, export_plan, network_plan
+from infer.models.gguf_export.plan import export_plan, network_plan
 from infer.models.gguf_export.tokenizer_values import _SPLIT_TEXTS, _all_triples, tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -37,7 +37,7 @@ from reranker_model import make_logit_score, make_reranker_model
 from tiny import BY_NAME, make_tiny
 
 
-def write(plan: ExportPlan, path: Path, rows: int = 7) -> Path:
+def write(plan: QuantisableModel, path: Path, rows: int = 7) -> Path:
     """Write the file, some rows at a time."""
 
     def pieces(tensor: SourceTensor) -> Iterator[bytes]:

@@ -57,8 +57,7 @@ def open_quantisable(path: Path) -> QuantisableModel:
     """
     if not path.is_dir():
         return model_of_gguf(read_whole_gguf(path))
-    plan = export_plan(open_checkpoint(path))
-    return QuantisableModel(plan.values, plan.tensors)
+    return export_plan(open_checkpoint(path))
 
 
 def _request(options: QuantizeOptions) -> QuantisationRequest:

@@ -37,7 +37,6 @@ from infer.files.gguf.forms import form_of
 from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
 from infer.files.tensors.lazy_weights import stored_rows
-from infer.files.tensors.tensor_info import TensorInfo
 from infer.system.torch_threads import one_thread
 
 QUANTISATION_VERSION = 2  # version of ggml's block types
@@ -72,16 +71,12 @@ class QuantisableModel(NamedTuple):
     tensors: Sequence[SourceTensor]
 
 
-def _source_of(info: TensorInfo) -> SourceTensor:
-    """Return a tensor of a GGUF file, in the file's form."""
-    matrix = replace(info, shape=(prod(info.shape[:-1]), info.shape[-1]))
-    return SourceTensor(info.name, info.type, info.shape, stored_rows(matrix))
-
-
 def model_of_gguf(file: GGUFFile) -> QuantisableModel:
     """Return a GGUF file as a source. The parts of a split model become one file."""
     values = {key: value for key, value in file.typed_values.items() if not key.startswith("split.")}
-    return QuantisableModel(values, [*map(_source_of, file.tensors.values())])
+    matrices = [replace(info, shape=(prod(info.shape[:-1]), info.shape[-1])) for info in file.tensors.values()]
+    sources = zip(file.tensors.values(), map(stored_rows, matrices), strict=True)
+    return QuantisableModel(values, [SourceTensor(info.name, info.type, info.shape, read) for info, read in sources])
 
 
 @final

@@ -33,7 +33,7 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 COPY = "qwen3"  # value of `RerankerName` for copies under another name
 COPY_HINT = f"pass reranker={COPY!r} for a copy of Qwen3-Reranker"
 _QWEN3 = "qwen3-reranker"  # in the names of models whose files do not define a reranker
-_RANK = 4  # llama.cpp's enum llama_pooling_type
+RANK = 4  # llama.cpp's enum llama_pooling_type
 
 Row = int | str  # the row's number, or the text of its token
 
@@ -78,7 +78,7 @@ def reranker_from_gguf(
     names = str(metadata.get("general.name", "")).replace(" ", "-"), *path.resolve().parts[-4:]
     has_usual_prompt = any(_QWEN3 in name.lower() for name in names)
     head = head_of(tensors) if classifier is None else None
-    is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == _RANK
+    is_reranker = metadata.get(f"{metadata['general.architecture']}.pooling_type") == RANK
     if not (is_reranker or has_usual_prompt) or (classifier is None and head is None):
         return None
     if classifier is not None and classifier.reads_pairs:

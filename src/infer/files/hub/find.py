@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from infer.errors import InvalidRequestError, ModelError, ModelFormatError
 from infer.files.hub.hub import parse_hub_name
@@ -97,8 +97,7 @@ def _existing(name: str) -> Path | None:
     return next((place for place in places if os.path.lexists(place)), None)
 
 
-def _check_link(path: Path) -> None:
-    """Raise ModelError if a link is broken or part of a loop."""
+def _checked(path: Path) -> Path:
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -106,10 +105,6 @@ def _check_link(path: Path) -> None:
     except OSError as error:
         what = "is in a loop of links" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
         raise ModelError(f"{path} {what}") from None
-
-
-def _checked(path: Path) -> Path:
-    _check_link(path)
     if path.is_dir():
         if not os.path.isfile(path / "config.json"):
             raise ModelError(f"{path} is not a model folder: it has no config.json")
@@ -237,15 +232,10 @@ def _copy(parts: list[Path], file: IO[bytes], target: Path, expected: str) -> No
     os.fsync(file.fileno())
 
 
-class FileVersion(NamedTuple):
-    path: Path
-    num_bytes: int
-    modified_at: int  # nanoseconds
-    inode: int
+def file_versions(model: str) -> tuple[object, ...]:
+    """Return a value that changes with a model's file, or with a file in its folder.
 
-
-def file_versions(model: str) -> tuple[FileVersion, ...]:
-    """Return the version of a model's file, or of each file in its folder.
+    It has the path, the size, the time in nanoseconds and the inode of each.
 
     Raises the errors of `resolve`, and ModelError for files that cannot be read.
     """
@@ -255,4 +245,4 @@ def file_versions(model: str) -> tuple[FileVersion, ...]:
         statuses = [(file, file.stat()) for file in files]
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
-    return tuple(FileVersion(file, found.st_size, found.st_mtime_ns, found.st_ino) for file, found in statuses)
+    return tuple((file, found.st_size, found.st_mtime_ns, found.st_ino) for file, found in statuses)

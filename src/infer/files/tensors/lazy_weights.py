@@ -43,11 +43,7 @@ class LazyWeights(Mapping[str, FileWeight]):
         if len(info.shape) == 2 and info.num_bytes:
             return _unread(info)
         weight = read_weight(info)
-        if len(info.shape) == 1:
-            weight = as_float32(weight, info.added)
-        if info.num_paired_heads:
-            return in_half_order(weight, info.num_paired_heads, info.num_paired_rows)
-        return weight
+        return as_float32(weight, info.added) if len(info.shape) == 1 else weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -57,12 +53,9 @@ class LazyWeights(Mapping[str, FileWeight]):
 
 
 def read_weight(info: TensorInfo) -> StoredWeight:
-    """Return a copy of a tensor as the file stores it."""
-    if not info.shape:
-        return StoredWeight(info.type, (), _as_stored(info, (), bytes_of(info)))
-    read = stored_rows(info)
-    read = partial(_read_ranges, info, read) if info.row_ranges else read
-    return StoredWeight(info.type, info.shape, read(0, info.shape[0]))
+    """Return a copy of a tensor in our order."""
+    data = _unread(info).data if info.shape else _as_stored(info, (), bytes_of(info))
+    return StoredWeight(info.type, info.shape, data)
 
 
 def read_row(info: TensorInfo, row: int) -> Tensor:
@@ -103,7 +96,7 @@ def _read_in_half_order(info: TensorInfo, read: ReadRows, first: int, last: int)
     head_rows = info.shape[0] // info.num_paired_heads
     first_head, end_head = first // head_rows, -(-last // head_rows)
     start, end = first_head * head_rows, end_head * head_rows
-    heads = StoredWeight(info.type, (end - start, info.shape[1]), read(start, end))
+    heads = StoredWeight(info.type, (end - start, *info.shape[1:]), read(start, end))
     return in_half_order(heads, end_head - first_head, info.num_paired_rows).data[first - start : last - start]
 
 

@@ -17,7 +17,13 @@ DTYPES = {  # by the name of the tensor type
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
+_TYPE_BY_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def memory_for(info: TensorInfo, shape: int | tuple[int, ...]) -> NDArray[np.uint8]:
@@ -35,12 +41,6 @@ def bytes_of(info: TensorInfo, start: int = 0, end: int | None = None) -> NDArra
     return content
 
 
-_TYPE_BY_DTYPE = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8",
-    torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-}  # fmt: skip
-_DTYPE_BY_TYPE = {name: dtype for dtype, name in _TYPE_BY_DTYPE.items()}
-
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -49,9 +49,8 @@ def read_tensor(info: TensorInfo, check: Callable[[memoryview], None] = lambda b
 
     Raises ModelError if they cannot be read.
     """
-    if info.type not in _DTYPE_BY_TYPE:
+    if (dtype := DTYPES.get(info.type)) is None:
         info.fail(f"expected plain numbers, got {info.type}")
-    dtype = _DTYPE_BY_TYPE[info.type]
     block = bytes_of(info)
     check(block.data)
     values = torch.from_numpy(block).view(dtype) if len(block) else torch.empty(0, dtype=dtype)

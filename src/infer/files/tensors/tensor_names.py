@@ -283,9 +283,14 @@ def _layer_of(name: str) -> str:
 def _renamed(name: str, with_four: Collection[str]) -> str:
     """Return our name. The layers in `with_four` have norms of results."""
     norms = _NORMS_OF_FOUR if _layer_of(name) in with_four else _NORMS
-    for pattern, ours in _PARTS:
-        name = pattern.sub(ours, name)
+    name = _replaced(name, _PARTS)
     return _NORM_PATTERN.sub(lambda match: match[1] + norms.get(match[2], match[2]) + match[3], name)
+
+
+def _replaced(name: str, parts: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, ours in parts:
+        name = pattern.sub(ours, name)
+    return name
 
 
 def is_norm(name: str) -> bool:
@@ -321,15 +326,7 @@ def _without_prefix(name: str) -> str:
 
 def encoder_names(names: Iterable[str]) -> dict[str, str]:
     """Return our name for each name in the file, without heads that guess hidden words."""
-    found: dict[str, str] = {}
-    for name in names:
-        if _SKIPPED_HEADS.match(name):
-            continue
-        ours = name
-        for pattern, replacement in _ENCODER_PARTS:
-            ours = pattern.sub(replacement, ours)
-        found[name] = ours
-    return found
+    return {name: _replaced(name, _ENCODER_PARTS) for name in names if not _SKIPPED_HEADS.match(name)}
 
 
 def without_padded_positions(tensors: dict[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:

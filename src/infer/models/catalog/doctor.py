@@ -6,11 +6,11 @@ A tensor becomes a `TensorSummary`, and the checks compare summaries. So the mem
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, log2, prod, sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -116,17 +116,12 @@ class TensorSummary:
         self.num_values += values.numel()
 
 
-class TensorReport(NamedTuple):
-    """The findings about tensors, and the counts of those that could be read."""
-
-    findings: list[Finding]
-    summaries: list[TensorSummary]
-
-
 def read_tensors(
     tensors: Mapping[str, TensorInfo], unused_ids: Collection[int], on_progress: OnProgress
-) -> TensorReport:
-    """Read all tensors once. Rows of `unused_ids` may be zero.
+) -> tuple[list[Finding], list[TensorSummary]]:
+    """Read all tensors once. Return the findings about them, and the counts of those that could be read.
+
+    Rows of `unused_ids` may be zero.
 
     Raises ModelError if reading fails.
     """
@@ -148,7 +143,7 @@ def read_tensors(
             continue
         summaries.append(summary)
         findings += [*_not_finite(summary), *_zeros(summary), *_zero_rows(summary, unused_ids)]
-    return TensorReport([*findings, *outliers(summaries)], summaries)
+    return [*findings, *outliers(summaries)], summaries
 
 
 def pieces(weights: LazyWeights, name: str, info: TensorInfo) -> Iterator[StoredWeight]:
@@ -295,13 +290,9 @@ class Diagnosis:
         return tuple(dict.fromkeys(each.requantise for each in self.findings if each.requantise))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "num_tensors": self.num_tensors,
-            "num_tokens": self.num_tokens,
-            "findings": tuple(map(asdict, self.findings)),
-            "requantise": self.requantise,
-        }
+        values = asdict(replace(self, summaries=()))
+        del values["summaries"]
+        return values | {"requantise": self.requantise}
 
 
 def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
@@ -320,16 +311,14 @@ def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
     findings += converter_findings(checkpoint.metadata)
     tokenizer, markers = make_tokenizer(checkpoint), frozenset[str]()
     if not isinstance(tokenizer, Finding):
-        check = check_templates(tokenizer, stated, is_gguf=bool(checkpoint.metadata))
-        findings += check.findings
-        markers = check.markers
+        of_templates, markers = check_templates(tokenizer, stated, is_gguf=bool(checkpoint.metadata))
+        findings += of_templates
     elif not of_ids:  # findings about ids name the cause
         findings.append(tokenizer)
-    read = read_tensors(checkpoint.tensors, unused_ids(checkpoint, stated, markers), on_progress)
-    findings += read.findings
+    of_tensors, summaries = read_tensors(checkpoint.tensors, unused_ids(checkpoint, stated, markers), on_progress)
     checkpoint.check_unchanged()
     counts = len(checkpoint.tensors), len(stated.texts)
-    return Diagnosis(str(checkpoint.path), *counts, tuple(findings), tuple(read.summaries))
+    return Diagnosis(str(checkpoint.path), *counts, (*findings, *of_tensors), tuple(summaries))
 
 
 def _network(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[Finding]:

@@ -5,11 +5,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from infer.compute.backends.before_load import memory_rules
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import page_bytes
+from infer.compute.kvcache.groups import page_bytes, slot_bytes
 from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.limits import STATE_TOKENS
@@ -20,7 +20,7 @@ from infer.files.generation_config import defaults_of
 from infer.models.catalog.header_facts import tasks_of
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget
-from infer.models.memory.memory_estimate import LoadSettings, cache_bytes_per_token, expert_bytes, weights_by_type
+from infer.models.memory.memory_estimate import LoadSettings, StoredWeights, expert_bytes, weights_by_type
 from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
@@ -54,19 +54,15 @@ class TokenizerSummary:
 
 
 @dataclass(frozen=True)
-class StoredWeights:
-    type: str
-    method: str  # that quantised them into several tensors, read as this type; "": the file has the type
-    num_tensors: int
-    num_values: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class CacheSize:
     kv_type: str
     bytes_per_1000_tokens: int
     bytes_per_1000_tokens_beyond_windows: int  # after layers with a window have filled it
+
+    @classmethod
+    def of(cls, layers: Sequence[Attention], kv_type: str) -> Self:
+        sizes = [(1000 * slot_bytes(layer, kv_type), layer.most_seen is None) for layer in layers]
+        return cls(kv_type, sum(size for size, _ in sizes), sum(size for size, is_whole in sizes if is_whole))
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def explain(model: str | Path) -> Explanation:
     architecture = make_architecture(checkpoint.config)
     check_tensors(architecture, checkpoint.tensors)
     kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
-    weights = tuple(StoredWeights(*row) for row in weights_by_type(checkpoint.tensors))
+    weights = tuple(weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)
     stored_on_opencl = memory_rules("opencl").stored_type
     budget = MemoryBudget.of(architecture, checkpoint.tensors, LoadSettings(), CacheSettings(), num_tokens=1)
@@ -123,10 +119,7 @@ def explain(model: str | Path) -> Explanation:
         weight_bytes=budget.matrix_bytes,
         expert_bytes=expert_bytes(architecture, budget.types or {}),
         f16_on_opencl=tuple(each.type for each in weights if stored_on_opencl(each.type) != each.type),
-        cache=tuple(
-            CacheSize(kv_type, *(1000 * size for size in cache_bytes_per_token(kept, kv_type)))
-            for kv_type in _kv_types(kept)
-        ),
+        cache=tuple(CacheSize.of(kept, kv_type) for kv_type in _kv_types(kept)),
         q8_pays_from=replace(budget, num_tokens=architecture.own_length).q8_pays_from,
         state_bytes=sum(
             page_bytes(mixer, "f32", STATE_TOKENS) for mixer in architecture.mixers if not isinstance(mixer, Attention)

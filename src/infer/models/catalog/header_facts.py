@@ -13,7 +13,7 @@ from infer.compute.operands.architecture import Architecture
 from infer.errors import ModelError
 from infer.files import Checkpoint, open_checkpoint, resolve
 from infer.files.generation_config import defaults_of
-from infer.files.hub.find import FileVersion, file_versions
+from infer.files.hub.find import file_versions
 from infer.model_settings import ModelSettings
 from infer.models.catalog.model_facts import ModelFacts
 from infer.models.catalog.models_at_hand import weights_name
@@ -50,7 +50,7 @@ def read_facts(model: str) -> ModelFacts:
 
 
 @lru_cache(_MOST_MODELS)
-def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
+def _facts(path: Path, versions: tuple[object, ...]) -> ModelFacts:
     """Read the facts. `versions` only distinguishes files with the same path."""
     checkpoint = open_checkpoint(path)
     architecture = make_architecture(checkpoint.config)
@@ -67,7 +67,7 @@ def _facts(path: Path, versions: tuple[FileVersion, ...]) -> ModelFacts:
     return ModelFacts(
         file_format="safetensors" if checkpoint.path.is_dir() else "gguf",
         family=str(checkpoint.config.get("model_type")),
-        num_parameters=sum(row[3] for row in weights_by_type(checkpoint.tensors)),
+        num_parameters=sum(each.num_values for each in weights_by_type(checkpoint.tensors)),
         weights=weights_name(checkpoint.metadata, checkpoint.tensors),
         num_bytes=sum(file.size for file in checkpoint.files),
         modified_at=max((file.path.stat().st_mtime for file in checkpoint.files), default=0.0),

@@ -51,31 +51,29 @@ def models_at_hand() -> Iterator[ModelAtHand]:
 
     Only headers are opened. Packages in parts are not assembled for this.
     """
-    for name, paths, path in installed_models():
-        found = ModelAtHand(name, "package", str(path), sum(part.stat().st_size for part in paths))
-        yield _opened(found, () if path.is_file() else paths)
-    for source, name, place in _models_on_disk():
-        yield _opened(ModelAtHand(name, source, place, 0))
+    for found, parts in _unopened():
+        yield _opened(found, parts)
 
 
 def names_at_hand() -> Iterator[tuple[str, str]]:
     """Yield the name and the value for `--model` of each model on this machine, without reading its headers."""
-    for name, _, _ in installed_models():
-        yield name, name
-    for _, name, place in _models_on_disk():
-        yield name, place
+    for found, _ in _unopened():
+        yield found.name, found.name if found.source == "package" else found.path
 
 
-def _models_on_disk() -> Iterator[tuple[Source, str, str]]:
-    """Yield the source, the name and the path of each model in the hub's cache and in the user's folder."""
+def _unopened() -> Iterator[tuple[ModelAtHand, Sequence[Path]]]:
+    """Yield each model without the values of its headers, and the parts of a package that are not assembled yet."""
+    for name, paths, path in installed_models():
+        num_bytes = sum(part.stat().st_size for part in paths)
+        yield ModelAtHand(name, "package", str(path), num_bytes), () if path.is_file() else paths
     for name, path in _in_hub_cache():
-        yield "hub", name, str(path)
-    if (own := models_folder()) is not None:
-        for name, place in folder_models(own):
-            yield "folder", name, place
+        yield ModelAtHand(name, "hub", str(path), 0), ()
+    own = models_folder()
+    for name, place in () if own is None else folder_models(own):
+        yield ModelAtHand(name, "folder", place, 0), ()
 
 
-def _opened(found: ModelAtHand, parts: Sequence[Path] = ()) -> ModelAtHand:
+def _opened(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
     """Return the model with the values of its headers.
 
     `parts` are those of a package that are not assembled yet. The first part contains the header of the whole.
@@ -104,8 +102,8 @@ def _opened(found: ModelAtHand, parts: Sequence[Path] = ()) -> ModelAtHand:
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
-    limits = (_count(config.get(name)) for name in ("text_limit", "max_position_embeddings"))
-    return min(filter(None, limits), default=None)
+    limits = (config.get(name) for name in ("text_limit", "max_position_embeddings"))
+    return min((limit for limit in limits if type(limit) is int and limit), default=None)
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
@@ -117,10 +115,9 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     """Return the mixture in a GGUF file's metadata, or the type of most weights."""
-    named = _FILE_TYPES.get(_count(metadata.get("general.file_type")) or 0)
-    if "general.file_type" in metadata and named is not None:
-        return named
-    return next(weights_by_type(tensors))[0]
+    number = metadata.get("general.file_type")
+    named = _FILE_TYPES.get(number) if type(number) is int else None
+    return named or next(weights_by_type(tensors)).type
 
 
 def shown_as(
@@ -135,10 +132,6 @@ def shown_as(
     name = model if isinstance(model, str) and not Path(model).exists() else Path(model).name
     weights = next(form for form in forms if form != "auto")
     return f"{name}, {checkpoint.config.get('model_type')} {size}, {weights}, context {max_seq_len}"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _in_hub_cache() -> Iterator[tuple[str, Path]]:

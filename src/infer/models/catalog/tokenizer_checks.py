@@ -176,14 +176,13 @@ def converter_findings(metadata: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("converter", f"{_GGUF}add_eos_token", problem, fix)
 
 
-@dataclass(frozen=True)
-class TemplateCheck:
-    findings: tuple[Finding, ...]
-    markers: frozenset[str]  # that the templates write
+def check_templates(
+    tokenizer: Tokenizer, stated: StatedTokens, *, is_gguf: bool
+) -> tuple[list[Finding], frozenset[str]]:
+    """Render a short conversation with each template, and compare what it writes with the tokens.
 
-
-def check_templates(tokenizer: Tokenizer, stated: StatedTokens, *, is_gguf: bool) -> TemplateCheck:
-    """Render a short conversation with each template, and compare what it writes with the tokens."""
+    Return the findings, and the markers that the templates write.
+    """
     findings, markers = list[Finding](), set[str]()
     for name in tokenizer.chat_template_names:
         key = "tokenizer.chat_template" if is_gguf else "chat_template"
@@ -200,7 +199,7 @@ def check_templates(tokenizer: Tokenizer, stated: StatedTokens, *, is_gguf: bool
         )
         findings += _turn_end(tokenizer, stated, place, turn.rpartition(_ANSWER)[2])
         markers |= written.keys()
-    return TemplateCheck(tuple(findings), frozenset(markers))
+    return findings, frozenset(markers)
 
 
 def _broken(tokenizer: Tokenizer, place: str) -> Iterator[Finding]:

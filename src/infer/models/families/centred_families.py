@@ -8,7 +8,7 @@ from infer.compute.operands.architecture import Norms, TextInputs
 from infer.models.families import layer_kinds as kinds
 from infer.models.families import ropes
 from infer.models.families.config_values import Config, count, flag
-from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
+from infer.models.families.family import ATTENTION_BIAS, GPT2_NAMES, Family, usual_defaults
 from infer.models.families.widths import four_times_hidden
 
 
@@ -87,9 +87,7 @@ CENTRED: dict[str, Family] = {
         _PLAIN,
         defaults=usual_defaults(1024, eps=1e-5, hidden_act="gelu_new", tie_word_embeddings=True),
         fixed={"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None},
-        renamed={"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-        | {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
-        | {"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
+        renamed=GPT2_NAMES,
         dense_size=four_times_hidden,
         text_inputs=lambda config: TextInputs(count(config, "max_position_embeddings"), has_norm=False),
         rotated_layers=kinds.none_rotated,

@@ -1,6 +1,6 @@
 """Checked values from a config. A ModelError names the setting, the rule and the value."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from infer.errors import ModelError, UnsupportedModelError
@@ -59,6 +59,18 @@ def layer_numbers(config: Config, name: str) -> list[int]:
     given = config.get(name)
     if not isinstance(given, list) or not all(type(each) is int for each in given):
         raise ModelError(f"config: {name} must list the numbers of layers, got {given!r:.60}")
+    return given
+
+
+def of_layers(
+    config: Config, name: str, num_layers: int, rule: str, is_valid: Callable[[Any], bool] = lambda each: True
+) -> list[Any] | None:
+    """Return a setting that lists a valid value for each layer, or None without the setting. `rule` is for errors."""
+    given = config.get(name)
+    if given is None:
+        return None
+    if not isinstance(given, list) or len(given) != num_layers or not all(map(is_valid, given)):
+        raise ModelError(f"{name} must list {rule}, got {given!r:.80}")
     return given
 
 

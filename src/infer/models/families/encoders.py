@@ -10,7 +10,7 @@ from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families import layer_kinds as kinds
 from infer.models.families import ropes
 from infer.models.families.config_values import Config, count, flag
-from infer.models.families.family import Family, usual_defaults
+from infer.models.families.family import GPT2_NAMES, Family, usual_defaults
 from infer.models.families.widths import ACTIVATIONS
 
 _PADDED = 2  # unused first positions in RoBERTa's tables, up to the position of padding
@@ -79,11 +79,8 @@ ENCODERS: dict[str, Family] = {
         _BERT,
         defaults=usual_defaults(2048, eps=1e-12, type_vocab_size=2),
         fixed=_FIXED,
-        renamed={**_BERT.renamed, "n_embd": "hidden_size", "n_head": "num_attention_heads"}
-        | {"n_layer": "num_hidden_layers", "n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
-        | {"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
-        | {"rotary_emb_base": "rope_theta", "rotary_emb_fraction": "partial_rotary_factor"}
-        | {"qkv_proj_bias": "attention_bias", "mlp_fc1_bias": "mlp_bias"},
+        renamed={**_BERT.renamed, **GPT2_NAMES, "qkv_proj_bias": "attention_bias", "mlp_fc1_bias": "mlp_bias"}
+        | {"rotary_emb_base": "rope_theta", "rotary_emb_fraction": "partial_rotary_factor"},
         refuses={"prenorm": False, "causal": False, "rotary_emb_interleaved": False, "use_rms_norm": False}
         | {"rotary_scaling_factor": None},
         rotated_layers=kinds.all_rotated,

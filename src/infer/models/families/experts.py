@@ -5,7 +5,7 @@ from typing import Literal
 
 from infer.compute.operands.feed_forwards import MAX_EXPERTS, Activation, Experts, Router
 from infer.errors import ModelError, UnsupportedModelError
-from infer.models.families.config_values import Config, count, flag, layer_numbers, positive
+from infer.models.families.config_values import Config, count, flag, layer_numbers, of_layers, positive
 
 NUM_SHARED, SHARED_SIZE = "n_shared_experts", "shared_expert_intermediate_size"
 
@@ -98,17 +98,10 @@ def is_sparse_after_the_first(config: Config, index: int) -> bool:
 
 def is_sparse_as_listed(config: Config, index: int) -> bool:
     """Return True for every layer that `mlp_layer_types` marks as sparse; without the list, for all after the first."""
-    given = config.get("mlp_layer_types")
-    if given is None:
-        return is_sparse_after_the_first(config, index)
     num_layers = count(config, "num_hidden_layers")
-    if (
-        not isinstance(given, list)
-        or len(given) != num_layers
-        or not all(each in ("dense", "sparse") for each in given)
-    ):
-        raise ModelError(f"config: mlp_layer_types must list {num_layers} times dense or sparse, got {given!r:.60}")
-    return bool(given[index] == "sparse")
+    rule, kinds = f"{num_layers} times dense or sparse", ("dense", "sparse")
+    given = of_layers(config, "mlp_layer_types", num_layers, rule, lambda each: each in kinds)
+    return is_sparse_after_the_first(config, index) if given is None else bool(given[index] == "sparse")
 
 
 def is_sparse_in_ernie(config: Config, index: int) -> bool:

@@ -27,6 +27,9 @@ OFF_IF_NULL = frozenset(
     | {"block_ffn_dim_multiplier", "hidden_size_per_layer_input"}
 )
 ATTENTION_BIAS = frozenset({"attention_bias", "attention_output_bias"})
+GPT2_NAMES = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+GPT2_NAMES |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+GPT2_NAMES |= {"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
 QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _PRE_NORMS = Norms(before=True, after=False)
 

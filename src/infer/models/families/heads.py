@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from infer.compute.operands.feed_forwards import Activation, PerLayerInput
 from infer.compute.operands.mixers import GateCurve, QueryScale
 from infer.errors import ModelError, UnsupportedModelError
-from infer.models.families.config_values import Config, count, flag, positive, settings
+from infer.models.families.config_values import Config, count, flag, of_layers, positive, settings
 from infer.models.families.layer_kinds import FULL, gemma4_kinds
 
 
 def heads_of_layers(config: Config, num_layers: int) -> Sequence[int]:
     """Return the number of heads of each layer, which `num_attention_heads_per_layer` may list."""
-    given = config.get("num_attention_heads_per_layer")
-    if given is None:
-        return [count(config, "num_attention_heads")] * num_layers
-    if not isinstance(given, list) or len(given) != num_layers:
-        raise ModelError(f"num_attention_heads_per_layer must list {num_layers} numbers, got {given!r:.80}")
-    return [count({"num_attention_heads_per_layer": each}, "num_attention_heads_per_layer") for each in given]
+    name = "num_attention_heads_per_layer"
+    given = of_layers(config, name, num_layers, f"{num_layers} numbers")
+    return (
+        [count(config, "num_attention_heads")] * num_layers
+        if given is None
+        else [count({name: each}, name) for each in given]
+    )
 
 
 def sigmoid_of_elements(config: Config) -> tuple[GateCurve, bool]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.models.families.config_values import Config, count, flag, layer_numbers, settings
+from infer.models.families.config_values import Config, count, flag, layer_numbers, of_layers, settings
 
 FULL, SLIDING, CONVOLUTION, LINEAR = "full_attention", "sliding_attention", "conv", "linear_attention"
 CHUNKED = "chunked_attention"
@@ -21,12 +21,8 @@ def all_windowed(config: Config, num_layers: int) -> Sequence[str]:
 
 
 def _listed(config: Config, num_layers: int, known: Collection[str] = (FULL, SLIDING)) -> Sequence[str] | None:
-    given = config.get("layer_types")
-    if given is None:
-        return None
-    if not isinstance(given, list) or len(given) != num_layers:
-        raise ModelError(f"layer_types must list num_hidden_layers={num_layers} names, got {given!r:.80}")
-    for kind in given:
+    given = of_layers(config, "layer_types", num_layers, f"num_hidden_layers={num_layers} names")
+    for kind in given or ():
         if kind not in known:
             raise UnsupportedModelError(f"layer type {kind!r:.60} is not supported")
     return given
@@ -179,23 +175,21 @@ def rotated_unless_listed_without_theta(config: Config, num_layers: int) -> Sequ
 
 def rotated_with_a_theta(config: Config, num_layers: int) -> Sequence[bool]:
     """Return True for each layer with a theta in `layer_rope_theta`. Only zeros matter: all thetas are equal."""
-    given = config.get("layer_rope_theta")
+    rule = f"num_hidden_layers={num_layers} numbers"
+    given = of_layers(config, "layer_rope_theta", num_layers, rule, lambda each: type(each) in (int, float))
     if given is None:
         return [(num_layers - 1 - layer) % 4 != 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or not all(type(each) in (int, float) for each in given):
-        raise ModelError(f"layer_rope_theta must list num_hidden_layers={num_layers} numbers, got {given!r:.80}")
     return [each != 0 for each in given]
 
 
 def rotated_but_every_nth(config: Config, num_layers: int) -> Sequence[bool]:
     """Return True for each layer that rotates. Despite its name, `no_rope_layers` has a 1 for these layers."""
-    given = config.get("no_rope_layers")
+    rule = f"num_hidden_layers={num_layers} zeros and ones"
+    given = of_layers(config, "no_rope_layers", num_layers, rule, lambda each: each in (0, 1))
     if given is None:
         period = count(config, "no_rope_layer_interval", default=4)
         return [(layer + 1) % period != 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or any(rotates not in (0, 1) for rotates in given):
-        raise ModelError(f"no_rope_layers must list num_hidden_layers={num_layers} zeros and ones, got {given!r:.80}")
-    return [bool(rotates) for rotates in given]
+    return list(map(bool, given))
 
 
 def llama4_rotated(config: Config, num_layers: int) -> Sequence[bool]:

@@ -35,18 +35,13 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
         config: The config.
         architecture: The network of this config.
     """
-    attention = architecture.attention
     config = as_read(config, family_of(config))
     settings = {
         **config,
         "num_hidden_layers": len(architecture.layers),
         "max_position_embeddings": architecture.own_length,
-        "hidden_size": architecture.hidden_size,
-        "vocab_size": architecture.vocab_size,
         "layer_norm_eps": architecture.norm_eps,
         "is_causal": False if architecture.reads_whole_texts else None,
-        "attn_logit_softcapping": attention[0].softcap if attention else None,
-        "final_logit_softcapping": architecture.logit_softcap,
         **_heads(architecture),
         **_windows(form, config, architecture),
         **_sizes(form, config, architecture),

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ from infer.files.generation_config import sampling_defaults
 from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
-from infer.files.gguf.quantised_file import SourceTensor
+from infer.files.gguf.quantised_file import QuantisableModel, SourceTensor
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
 from infer.files.heads.head_files import HeadFiles, LayerFiles
 from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
-from infer.files.heads.reranker_files import RERANK_PROMPT, RerankerFiles
+from infer.files.heads.reranker_files import RANK, RERANK_PROMPT, RerankerFiles
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.files.tensors.tensor_info import TensorInfo
@@ -40,7 +40,6 @@ from infer.models.tensors import check_tensors
 from infer.system.open_file import OpenFile
 from infer.text.tokenizer.tokenizer_files import read_folder
 
-_RANK = 4  # llama.cpp's enum llama_pooling_type
 _NUMBERS = {pooling: number for number, pooling in POOLING_BY_NUMBER.items()}
 _ANSWERS = ["yes", "no"]  # llama.cpp's labels for the rows of a reranker's head
 
@@ -63,16 +62,11 @@ def head_plan(checkpoint: Checkpoint, name: str, eps: float) -> HeadPlan:
         UnsupportedModelError: GGUF has no form for the head. The error names the missing part.
     """
     path, reranker = checkpoint.path, checkpoint.reranker
-    plan = HeadPlan({}, [])
-    if checkpoint.embedding is not None:
-        plan = _embedding(path, checkpoint.embedding)
-    if checkpoint.classifier is not None:
-        plan = _classifier(path, name, checkpoint.classifier, eps)
-        if reranker is not None:
-            plan.values["pooling_type"] = _RANK
-    elif reranker is not None:
-        plan = _answers(checkpoint, reranker)
-    return plan
+    plan = HeadPlan({}, []) if checkpoint.embedding is None else _embedding(path, checkpoint.embedding)
+    if checkpoint.classifier is None:
+        return plan if reranker is None else _answers(checkpoint, reranker)
+    plan = _classifier(path, name, checkpoint.classifier, eps)
+    return plan if reranker is None else plan._replace(values=plan.values | {"pooling_type": RANK})
 
 
 def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
@@ -86,7 +80,7 @@ def _answers(checkpoint: Checkpoint, files: RerankerFiles) -> HeadPlan:
         raise UnsupportedModelError(f"{path.name}: the head has no rows for the tokens {files.yes!r} and {files.no!r}")
     head = rows_of(LazyWeights({"head": files.tensor})["head"])
     rows = as_floats(reordered(head, np.array(ids, np.int64)))
-    values: dict[str, Value] = {"classifier.output_labels": list(_ANSWERS), "pooling_type": _RANK}
+    values: dict[str, Value] = {"classifier.output_labels": list(_ANSWERS), "pooling_type": RANK}
     prompt = RERANK_PROMPT if files.has_usual_prompt else None
     return HeadPlan(values, [source_tensor("cls.output.weight", rows.shape, rows)], prompt)
 
@@ -115,11 +109,9 @@ def _classifier(path: Path, name: str, files: ClassifierFiles, eps: float) -> He
     values: dict[str, Value] = {"classifier.output_labels": list(files.labels)}
     if files.pooling in ("mean", "cls"):
         values["classifier.pooling_type"] = _NUMBERS[files.pooling]
-    file = dense[0].weight.file
-    infos = {each.name: TensorInfo(file, each.name, each.type, each.shape, 0, 0) for each in tensors}
     metadata: dict[str, Any] = {f"{name}.{key}": each for key, each in values.items()}
     metadata |= {"general.architecture": name, f"{name}.attention.layer_norm_epsilon": eps}
-    again = classifier_from_gguf(path, metadata, infos)
+    again = classifier_from_gguf(path, metadata, _headers(dense[0].weight.file, tensors))
     assert again is not None
     for what, own, read in (
         ("the layers", _kinds(files.head), _kinds(again.head)),
@@ -161,15 +153,8 @@ _UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 _SNAPSHOT = re.compile(r"models--[^/]+--([^/]+)")  # the folder of a model in the hub's cache
 
 
-class ExportPlan(NamedTuple):
-    """The content of a GGUF file: its key-values and its tensors, in their order."""
-
-    values: dict[str, TypedValue]
-    tensors: list[SourceTensor]
-
-
-def export_plan(checkpoint: Checkpoint) -> ExportPlan:
-    """Return the content of a GGUF file of the model in a folder.
+def export_plan(checkpoint: Checkpoint) -> QuantisableModel:
+    """Return the key-values and the tensors of a GGUF file of the model in a folder, in their order.
 
     Raises:
         UnsupportedModelError: GGUF has no form for the network or the tokenizer. The error names the missing part.
@@ -178,11 +163,11 @@ def export_plan(checkpoint: Checkpoint) -> ExportPlan:
     network, path = network_plan(checkpoint), checkpoint.path
     name = str(network.values["general.architecture"].value)
     tokenizer = tokenizer_values(path, name, int(checkpoint.config["vocab_size"]))
-    values = network.values | {key: typed(value) for key, value in tokenizer.items()}
-    return ExportPlan(values, network.tensors)
+    values = {**network.values, **{key: typed(value) for key, value in tokenizer.items()}}
+    return QuantisableModel(values, network.tensors)
 
 
-def network_plan(checkpoint: Checkpoint) -> ExportPlan:
+def network_plan(checkpoint: Checkpoint) -> QuantisableModel:
     """Return the same content without a tokenizer."""
     config, path = checkpoint.config, checkpoint.path
     architecture, name = make_architecture(config), architecture_in_gguf(config)
@@ -205,8 +190,10 @@ def network_plan(checkpoint: Checkpoint) -> ExportPlan:
     values |= {f"{name}.{key}": typed(value) for key, value in (own | head.values).items()}
     if head.prompt is not None:
         values["tokenizer.chat_template.rerank"] = typed(head.prompt)
-    check_round_trip(path, architecture, values, tensors, factors, checkpoint.files[0])
-    return ExportPlan(values, tensors + head.tensors)
+    file, metadata = checkpoint.files[0], {key: value.value for key, value in values.items()}
+    planned = _PlannedFile(path, metadata, _headers(file, tensors), (file,), factors=factors)
+    check_round_trip(architecture, planned)
+    return QuantisableModel(values, tensors + head.tensors)
 
 
 def _prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:
@@ -258,37 +245,25 @@ _NO_ROTATION = 1e29  # a frequency with a larger factor does not rotate
 
 @dataclass(frozen=True)
 class _PlannedFile(GGUFFile):
-    """A file that is not written yet."""
+    """A file that is not written yet: the planned metadata and headers of tensors, with the path of the source.
 
-    factors: Mapping[str, Sequence[float]] | None = None
+    `factors` are the vectors among the tensors from which the reader makes a rope.
+    """
+
+    factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def floats(self, name: str, count: int) -> list[float]:
-        assert self.factors is not None
         return [float(np.float32(factor)) for factor in self.factors[name]]
 
 
-def check_round_trip(
-    path: Path,
-    architecture: Architecture,
-    values: Mapping[str, TypedValue],
-    tensors: Sequence[SourceTensor],
-    factors: Mapping[str, Sequence[float]],
-    file: OpenFile,
-) -> None:
-    """Raise UnsupportedModelError if the network that these metadata describe differs from the source's.
+def _headers(file: OpenFile, tensors: Sequence[SourceTensor]) -> dict[str, TensorInfo]:
+    """Return the headers of tensors that are not written yet. `file` is any open file of the source."""
+    return {each.name: TensorInfo(file, each.name, each.type, each.shape, 0, 0) for each in tensors}
 
-    Args:
-        path: The source, for the error.
-        architecture: The network of the source.
-        values: The planned metadata.
-        tensors: The planned tensors.
-        factors: Vectors among the tensors from which the reader makes a rope.
-        file: Any open file of the source.
-    """
-    infos = {each.name: TensorInfo(file, each.name, each.type, each.shape, 0, 0) for each in tensors}
-    metadata = {key: value.value for key, value in values.items()}
-    planned = _PlannedFile(path, metadata, infos, (file,), factors=factors)
-    name = metadata["general.architecture"]
+
+def check_round_trip(architecture: Architecture, planned: _PlannedFile) -> None:
+    """Raise UnsupportedModelError if the network of the planned file differs from the source's."""
+    path, name = planned.path, planned.metadata["general.architecture"]
     try:
         again = make_architecture(config_from_gguf(planned))
     except ModelError as error:

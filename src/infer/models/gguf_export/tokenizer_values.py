@@ -12,7 +12,7 @@ import base64
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -257,13 +257,15 @@ def _marked(path: Path, architecture: str, backend: Tokenizer, texts: list[str],
         values["merges"] = _joined(path, merges)
     else:
         values["pre"] = "default"
-        texts = [
-            text.replace(_SPACE_MARK, " ") if kind == TokenType.USER_DEFINED else text
-            for text, kind in zip(texts, types, strict=True)
-        ]
+        texts = _changed(texts, types, TokenType.USER_DEFINED, lambda text: text.replace(_SPACE_MARK, " "))
     has_prefix = backend.encode("a", add_special_tokens=False).tokens[0][0] == _SPACE_MARK
     values |= {"tokens": texts, "token_type": types}
     return values | {"scores": scores_of(texts, types, merges), "add_space_prefix": has_prefix}
+
+
+def _changed(texts: list[str], types: list[int], kind: TokenType, change: Callable[[str], str]) -> list[str]:
+    """Return the texts, with those of one type changed."""
+    return [change(text) if own == kind else text for text, own in zip(texts, types, strict=True)]
 
 
 def _joined(path: Path, merges: Sequence[tuple[str, str]]) -> list[str]:
@@ -342,14 +344,11 @@ def _difference_of_merges(backend: Tokenizer, again: Tokenizer) -> str | None:
 
 def _wordpiece(backend: Tokenizer, texts: list[str], types: list[int]) -> dict[str, Value]:
     """Return the keys of WordPiece: words begin with ▁, and other parts have no mark."""
-    marked = [
-        text
-        if kind != TokenType.NORMAL
-        else text.removeprefix(PREFIX)
-        if text.startswith(PREFIX)
-        else _SPACE_MARK + text
-        for text, kind in zip(texts, types, strict=True)
-    ]
+
+    def mark(text: str) -> str:
+        return text.removeprefix(PREFIX) if text.startswith(PREFIX) else _SPACE_MARK + text
+
+    marked = _changed(texts, types, TokenType.NORMAL, mark)
     values: dict[str, Value] = {"model": "bert", "pre": "default", "tokens": marked, "token_type": types}
     for step in steps_of(backend.normalizer):
         for name in ("lowercase", "strip_accents"):

@@ -17,7 +17,7 @@ from infer.compute.operands.feed_forwards import Activation, Dense, Experts
 from infer.compute.operands.step import Step
 from infer.compute.operands.weights import ExpertNorms, ExpertWeights, Norm, Projection, SharedExpert
 from infer.models.layers.attention import AnyCache
-from infer.models.weight_loader import EXPERT_PARTS, ExpertMatrices, WeightLoader
+from infer.models.weight_loader import WeightLoader
 
 
 @final
@@ -35,7 +35,7 @@ class LoadedDense:
     @classmethod
     def load(cls, dense: Dense, norms: Norms, loader: WeightLoader, scale: float) -> Self:
         names = ("mlp.gate_proj", "mlp.up_proj") if dense.is_gated else ("mlp.up_proj",)
-        gate_up = loader.each_by_rows(*names, label="gate_up" if dense.is_gated else "up", are_blocks=True)
+        gate_up = loader.by_rows(*names, label="gate_up" if dense.is_gated else "up", are_alike=True, are_blocks=True)
         curve = loader.xielu_curve("mlp.act_fn") if dense.activation == "xielu" else None
         return cls(
             norm=loader.norm("mlp_norm") if norms.before and norms.parallel != "one" else None,
@@ -78,8 +78,8 @@ class LoadedExperts:
     @classmethod
     def load(cls, experts: Experts, norms: Norms, loader: WeightLoader, scale: float) -> Self:
         used_share = experts.router.num_chosen / experts.router.num_experts
-        matrices = _load_matrices(experts.router.num_experts, loader)
-        gate, up, down = (replace(each, used_share=used_share) for each in matrices[:3])
+        matrices, frames = loader.expert_matrices(experts.router.num_experts)
+        gate, up, down = (replace(each, used_share=used_share) for each in matrices)
         router_logits = loader.projection("mlp.router", label="router")
         weights = ExpertWeights(
             router=experts.router,
@@ -92,7 +92,7 @@ class LoadedExperts:
             shared=_load_shared(experts, loader) if experts.shared_size else None,
             expert_scales=loader.vector("mlp.router.expert_scales") if experts.router.has_expert_scales else None,
             norms=_load_norms(loader, router_logits.in_features) if experts.has_norms else None,
-            frames=matrices.frames,
+            frames=frames,
         )
         return cls(
             norm=loader.norm("mlp_norm") if norms.before else None,
@@ -112,24 +112,12 @@ class LoadedExperts:
         return ops.add_experts(x, self.norm, self.experts, self.post_norm, self.scale)
 
 
-def _load_matrices(num_experts: int, loader: WeightLoader) -> ExpertMatrices:
-    """Return gate, up and down of all experts, and their frames if they are read from a file."""
-    if loader.experts is not None:
-        return loader.expert_records(num_experts)
-    gate, up, down = (
-        loader.each_by_rows(
-            *(f"mlp.experts.{expert}.{part}_proj" for expert in range(num_experts)),
-            label=part, are_blocks=part != "down", is_stack=True,
-        )
-        for part in EXPERT_PARTS
-    )  # fmt: skip
-    return ExpertMatrices(gate, up, down)
-
-
 def _load_shared(experts: Experts, loader: WeightLoader) -> SharedExpert:
     at = experts.shared_module
     return SharedExpert(
-        gate_up=loader.each_by_rows(f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up", are_blocks=True),
+        gate_up=loader.by_rows(
+            f"{at}.gate_proj", f"{at}.up_proj", label="shared_gate_up", are_alike=True, are_blocks=True
+        ),
         down=loader.by_rows(f"{at}.down_proj", label="shared_down"),
         gate=loader.projection("mlp.shared_gate", label="shared_gate") if experts.has_shared_gate else None,
     )

@@ -12,7 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 
 from infer.compute.backends.before_load import memory_rules, step_limits
 from infer.compute.kvcache.cache_settings import CacheSettings
-from infer.compute.kvcache.groups import make_groups, page_bytes, pool_sizes, read_bytes, slot_bytes
+from infer.compute.kvcache.groups import make_groups, page_bytes, pool_sizes, read_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import PER_LAYER_TABLE, Experts
 from infer.compute.operands.limits import HOST_STEP, StepLimits
@@ -191,25 +191,25 @@ def pool_bytes(
     return sizes[0], sizes[1]
 
 
-def cache_bytes_per_token(layers: Sequence[Attention], kv_type: str) -> tuple[int, int]:
-    """Return the bytes of one token in all layers, and in the layers that attend to all tokens."""
-    whole = [slot_bytes(layer, kv_type) for layer in layers if layer.most_seen is None]
-    return sum(slot_bytes(layer, kv_type) for layer in layers), sum(whole)
+@dataclass(frozen=True)
+class StoredWeights:
+    type: str
+    method: str  # that quantised them into several tensors, read as this type; "": the file has the type
+    num_tensors: int
+    num_values: int
+    num_bytes: int
 
 
-def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield each type of tensors with the method that quantised them into several tensors, the largest first.
-
-    A row has the type, the method or "", and the number of tensors, values and bytes in the file.
-    """
+def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[StoredWeights]:
+    """Yield each type of tensors with the method that quantised them into several tensors, the largest first."""
     found: dict[tuple[str, str], list[int]] = {}
     for info in tensors.values():
         method = "" if info.packed is None else info.packed.description
         counts = found.setdefault((info.type, method), [0, 0, 0])
         for index, amount in enumerate((1, prod(info.shape), info.file_bytes)):
             counts[index] += amount
-    for (type_, method), (count, values, num_bytes) in sorted(found.items(), key=lambda item: -item[1][2]):
-        yield type_, method, count, values, num_bytes
+    for key, counts in sorted(found.items(), key=lambda item: -item[1][2]):
+        yield StoredWeights(*key, *counts)
 
 
 def largest_types(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> list[str]:

@@ -163,7 +163,10 @@ def _open_gguf(path: Path) -> Checkpoint:
             tensors[name] = replace(info, num_paired_heads=count, num_paired_rows=rotated)
 
     def read(some: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        return with_scaled_types(taken_apart(some, config, has_gates_in_q=form.has_gates_in_q))
+        apart = taken_apart(some, config, has_gates_in_q=form.has_gates_in_q)
+        return {
+            name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in apart.items()
+        }
 
     drafting, tensors = drafting_tensors(tensors, config, read), read(own_tensors(tensors, config))
     embedding = embedding_from_gguf(path, file.metadata, tensors)
@@ -242,8 +245,3 @@ def with_factors(tensors: Mapping[str, TensorInfo], *, has_expert_scales: bool) 
             scale.fail(f"expected F32 of the shape {shape}, got {scale.type} of {scale.shape}")
         found[name] = replace(matrix, factor=scale)
     return found
-
-
-def with_scaled_types(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors, each matrix with a factor under the type as which it is loaded."""
-    return {name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in tensors.items()}

@@ -75,13 +75,10 @@ def _plan_head(settings: ModelSettings, own: Checkpoint, num_tokens: int) -> Dra
     if not (own.drafting and settings.draft_head and settings.device == "cpu" and settings.tensor_parallel == 1):
         return None
     network = make_architecture(own.config)
-    layers = [each for each in network.layers if isinstance(each.mixer, Attention) and each.mixer.has_keys]
+    layers = tuple(each for each in network.layers if isinstance(each.mixer, Attention) and each.mixer.has_keys)
     if not layers or network.text_inputs is not None or network.per_layer_input is not None:
         return None
-    architecture, tensors = (
-        replace(network, layers=(layers[-1],), has_state_input=True),
-        {**own.tensors, **own.drafting},
-    )
+    architecture, tensors = replace(network, layers=layers[-1:], has_state_input=True), {**own.tensors, **own.drafting}
     shapes = expected_shapes(architecture)
     if any(name not in tensors or tensors[name].shape != shape for name, shape in shapes.items()):
         return None

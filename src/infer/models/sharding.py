@@ -65,7 +65,7 @@ def check_experts(architecture: Architecture, num_ranks: int) -> None:
 
 def check_even_heads(architecture: Architecture, num_ranks: int) -> None:
     """Raise InvalidRequestError if ranks would get different numbers of heads, as GPUs cannot."""
-    for attention in {mixer for mixer in architecture.mixers if isinstance(mixer, Attention)}:
+    for attention in set(architecture.attention):
         starts = head_starts(attention, num_ranks)
         if starts is not None and len({end - start for start, end in pairwise(starts)}) > 1:
             raise InvalidRequestError(

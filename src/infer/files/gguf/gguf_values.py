@@ -139,7 +139,9 @@ def chunked_layers(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, A
 def layers_of_other_heads(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of layers with other numbers of heads, ropes of their own, gates, and experts or none."""
     num_layers, kinds = config["num_hidden_layers"], _kinds_in_periods(values, config)
-    found: dict[str, Any] = {"layer_types": kinds, "gating": _gating(values, config["num_attention_heads"])}
+    gate = values.file.tensors.get("blk.0.attn_gate.weight")  # with a row for each gate
+    is_per_head = gate is not None and gate.shape[:1] == (config["num_attention_heads"],)
+    found: dict[str, Any] = {"layer_types": kinds, "gating": "per-head" if is_per_head else "per-element"}
     num_dense = values.count(_NUM_DENSE, 0, num_layers, least=0)
     found["mlp_layer_types"] = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
     if isinstance(heads := values.get(_HEADS), list):
@@ -161,12 +163,6 @@ def _kinds_in_periods(values: GGUFValues, config: Mapping[str, Any]) -> list[str
     if isinstance(period, list):
         return list(config["layer_types"])
     return ["sliding_attention" if index % period else "full_attention" for index in range(num_layers)]
-
-
-def _gating(values: GGUFValues, num_heads: int) -> str:
-    """Return the unit that has one gate, found from the number of gates in the first layer."""
-    gate = values.file.tensors.get("blk.0.attn_gate.weight")
-    return "per-head" if gate is not None and gate.shape[:1] == (num_heads,) else "per-element"
 
 
 def layers_that_rotate_in_windows(values: GGUFValues, config: Mapping[str, Any]) -> dict[str, Any]:

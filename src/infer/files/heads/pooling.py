@@ -18,18 +18,15 @@ from infer.system.open_file import OpenFile
 
 _PREFIX = "pooling_mode_"
 # Names of sentence-transformers: its flags, and its newer `pooling_mode`.
-_POOLING_BY_MODE: dict[str, Pooling] = {
-    "cls_token": "cls",
-    "cls": "cls",
-    "max_tokens": "max",
-    "max": "max",
-    "mean_tokens": "mean",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len",
-    "weightedmean_tokens": "weightedmean",
-    "weightedmean": "weightedmean",
-    "lasttoken": "last",
+_MODES: dict[Pooling, tuple[str, ...]] = {
+    "cls": ("cls_token", "cls"),
+    "max": ("max_tokens", "max"),
+    "mean": ("mean_tokens", "mean"),
+    "mean_sqrt_len": ("mean_sqrt_len_tokens",),
+    "weightedmean": ("weightedmean_tokens", "weightedmean"),
+    "last": ("lasttoken",),
 }
+_POOLING_BY_MODE = {mode: pooling for pooling, modes in _MODES.items() for mode in modes}
 POOLING_BY_NUMBER: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's enum llama_pooling_type
 _NOT_ONE_VECTOR = (0, 4)  # in the same enum: the states of all tokens, and the score of a reranker
 _ACTIVATIONS_BY_CLASS: dict[str, tuple[ActivationName, ...]] = {

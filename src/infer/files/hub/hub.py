@@ -100,15 +100,6 @@ def find_cached(name: HubName) -> Path | None:
     return snapshot if chosen.entry is None else snapshot / chosen.entry
 
 
-def model_files(name: HubName, snapshot: Path) -> list[str]:
-    """Return the files of a cached model in its snapshot: the parts of a GGUF model, or all except those of others."""
-    chosen, files = _choose_cached(name, snapshot)
-    if chosen.entry is not None:
-        return list(chosen.weights)
-    others = {part for parts in gguf_models(files) for part in parts}
-    return [file for file in files if file not in others]
-
-
 def cached_repositories() -> Iterator[tuple[HubName, list[str]]]:
     """Yield each revision of each repository in the cache, complete or not, and its files."""
     for folder in sorted(hub_cache_folder().glob("models--*--*")):
@@ -231,24 +222,21 @@ def remove_cached(name: HubName) -> int:
         raise not_found(name, "infer models --json says where each model is")
     repository = hub_cache_folder() / f"models--{name.repo.replace('/', '--')}"
     snapshot = next(folder for folder in (path, *path.parents) if folder.parent.name == "snapshots")
-    removed = [snapshot / file for file in model_files(name, snapshot)]
+    chosen, files = _choose_cached(name, snapshot)  # the parts of a GGUF model, or all files except those of others
+    others = {part for parts in gguf_models(files) for part in parts}
+    named = [file for file in files if file not in others] if chosen.entry is None else chosen.weights
+    removed = [snapshot / file for file in named]
     contents = {file.resolve() for file in removed}
     try:
         for file in removed:
             file.unlink()
         used = {link.resolve() for link in (repository / "snapshots").rglob("*") if link.is_file()}
-        freed = sum(_unlink(content) for content in contents - used)
+        unused = [content for content in contents - used if content.exists()]  # or the snapshot had it, not a link
+        freed = sum(content.stat().st_size for content in unused)
+        for content in unused:
+            content.unlink()
         if not list_files(repository / "snapshots"):
             shutil.rmtree(repository)
     except OSError as error:
         raise InvalidRequestError(f"{name} cannot be removed from {repository}: {error.strerror}") from error
     return freed
-
-
-def _unlink(content: Path) -> int:
-    """Remove a file if it still exists, and return its size."""
-    if not content.exists():  # the snapshot had the content itself, not a link
-        return 0
-    size = content.stat().st_size
-    content.unlink()
-    return size

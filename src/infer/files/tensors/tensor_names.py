@@ -98,31 +98,20 @@ _GGUF_VECTOR = {
     "xielu.beta": "mlp.act_fn.beta",
     "xielu.eps": "mlp.act_fn.eps",
 }
-_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "operator_norm": "attention_norm",  # LFM2
-    "ffn_norm": "mlp_norm",
-    "attention_layer_norm": "attention_norm",  # OLMo-hybrid
-    "feedforward_layer_norm": "mlp_norm",
-    "attention_layernorm": "attention_norm",  # Apertus
-    "feedforward_layernorm": "mlp_norm",
-    "pre_feedforward_layernorm": "mlp_norm",
-    "post_feedforward_layernorm": "post_mlp_norm",
-    "pre_mlp_layernorm": "mlp_norm",  # AFMoE
-    "post_self_attn_layernorm": "post_attention_norm",  # GLM-4
-    "post_mlp_layernorm": "post_mlp_norm",
-    "post_attn_norm": "post_attention_norm",  # Kolibri
-    "post_ffn_norm": "post_mlp_norm",
-    "post_operator_norm": "post_attention_norm",  # LFM3
-    "post_norm1": "post_attention_norm",  # HyperCLOVA X
-    "post_norm2": "post_mlp_norm",
-    "ln_1": "attention_norm",  # EXAONE 3
-    "ln_2": "mlp_norm",
-    "post_feedforward_layernorm_1": "mlp.post_shared_norm",  # Gemma 4, with experts in parallel to the MLP
-    "pre_feedforward_layernorm_2": "mlp.experts_norm",
-    "post_feedforward_layernorm_2": "mlp.post_experts_norm",
+_NORMS_IN_FILES = {  # our names, each with the names of families
+    "attention_norm": ("input_layernorm", "operator_norm", "attention_layer_norm", "attention_layernorm", "ln_1"),
+    "post_attention_norm": ("post_self_attn_layernorm", "post_attn_norm", "post_operator_norm", "post_norm1"),
+    "mlp_norm": (
+        *("post_attention_layernorm", "feedforward_layer_norm", "feedforward_layernorm", "ffn_norm", "ln_2"),
+        *("pre_feedforward_layernorm", "pre_mlp_layernorm"),
+    ),
+    "post_mlp_norm": ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffn_norm", "post_norm2"),
+    # With experts in parallel to the MLP, as in Gemma 4:
+    "mlp.post_shared_norm": ("post_feedforward_layernorm_1",),
+    "mlp.experts_norm": ("pre_feedforward_layernorm_2",),
+    "mlp.post_experts_norm": ("post_feedforward_layernorm_2",),
 }
+_NORMS = {theirs: ours for ours, names in _NORMS_IN_FILES.items() for theirs in names}
 _NORMS_OF_FOUR = _NORMS | {  # in layers that have a norm before the MLP under a name of its own
     "post_attention_layernorm": "post_attention_norm",
     "feedforward_layer_norm": "post_attention_norm",  # OLMo-hybrid, in files of transformers

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from infer.compute.operands.architecture import Architecture, Layer, Norms
-from infer.compute.operands.feed_forwards import Dense, Experts, FeedForward
+from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import MAX_HEADS, Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
 from infer.models.families.config_values import Config, choice, count, flag, optional_count, optional_positive, positive
@@ -72,10 +72,9 @@ def make_architecture(config: Config) -> Architecture:
 def _with_own_names(message: str, config: Config, family: Family) -> str:
     """Return the message with the names that the config gives to settings, where the family has others."""
     own_names = dict[str, str]()
-    for own, usual in family.renamed.items():
-        for name in (usual,) if isinstance(usual, str) else usual:
-            if name not in config and (own in config or name not in own_names):
-                own_names[name] = own
+    for own, name in family.renamed_pairs:
+        if name not in config and (own in config or name not in own_names):
+            own_names[name] = own
     return re.sub(r"\w+", lambda word: own_names.get(word[0], word[0]), message)
 
 
@@ -136,8 +135,7 @@ def family_of(config: Config) -> Family:
 def as_read(config: Config, family: Family) -> Config:
     """Return the config with the family's defaults added, and without the settings that the family's code ignores."""
     unread = OPTIONAL - family.reads
-    usual_names = {own: (names,) if isinstance(names, str) else names for own, names in family.renamed.items()}
-    by_own_name = {usual: config[own] for own in usual_names if own in config for usual in usual_names[own]}
+    by_own_name = {name: config[own] for own, name in family.renamed_pairs if own in config}
     usual = {name: value for name, value in config.items() if name not in family.renamed} | by_own_name
     given = {name: value for name, value in usual.items() if value is not None or name in OFF_IF_NULL}
     read = {name: value for name, value in given.items() if name not in unread}
@@ -183,16 +181,12 @@ def _sharing(config: Config, layer: Layer, source: int) -> Layer:
     mixer, feed_forward = layer.mixer, layer.feed_forward
     assert isinstance(mixer, Attention)
     if flag(config, "use_double_wide_mlp"):
-        feed_forward = _with_wide_mlp(feed_forward)
+        if isinstance(feed_forward, Experts):
+            feed_forward = replace(feed_forward, shared_size=2 * feed_forward.shared_size)
+        elif feed_forward is not None:
+            feed_forward = replace(feed_forward, intermediate_size=2 * feed_forward.intermediate_size)
     mixer = replace(mixer, shared_from=source, has_v_norm=False, are_values_keys=False)
     return replace(layer, mixer=mixer, feed_forward=feed_forward)
-
-
-def _with_wide_mlp(feed_forward: FeedForward | None) -> FeedForward:
-    if isinstance(feed_forward, Experts):
-        return replace(feed_forward, shared_size=2 * feed_forward.shared_size)
-    assert feed_forward is not None
-    return replace(feed_forward, intermediate_size=2 * feed_forward.intermediate_size)
 
 
 def _mixer(config: Config, family: Family, kind: str, is_rotated: bool, num_heads: int) -> Mixer:

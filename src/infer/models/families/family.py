@@ -71,6 +71,12 @@ class Family:
     # The curve of gates, and True for one gate per head. None: attention has no gates.
     gates: Callable[[Config], tuple[GateCurve, bool]] | None = None
 
+    @property
+    def renamed_pairs(self) -> list[tuple[str, str]]:
+        """Its names of settings, each with a usual name."""
+        pairs = ((own, (usual,) if isinstance(usual, str) else usual) for own, usual in self.renamed.items())
+        return [(own, name) for own, usual in pairs for name in usual]
+
 
 def usual_defaults(max_positions: int, *, eps: float = 1e-6, **others: Any) -> dict[str, Any]:
     """Return the defaults that nearly all families have, with others."""

@@ -20,7 +20,6 @@ from infer.models.families.experts import (
     is_sparse_in_qwen,
 )
 from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
-from infer.models.families.granite import GRANITE
 from infer.models.families.recurrent import gated_delta_net, olmo_hybrid_delta_net, short_conv
 from infer.models.families.sparse_families import SPARSE
 from infer.models.families.widths import ACTIVATIONS, lfm2_size, llama4_size
@@ -172,10 +171,15 @@ _HUNYUAN = Family(
     usual_defaults(2048, eps=1e-5), reads=ATTENTION_BIAS, rope_settings=ropes.hunyuan_rope, qk_norm="head_after"
 )
 
+_GRANITE = Family(
+    usual_defaults(2048, attention_multiplier=1.0),
+    reads=ATTENTION_BIAS
+    | {"mlp_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+)
+
 FAMILIES: dict[str, Family] = {
     **SPARSE,
     **CENTRED,
-    **GRANITE,
     "llama": _LLAMA,
     "llama_bidirec": replace(_LLAMA, fixed={"is_causal": False}),
     "internlm3": replace(
@@ -299,6 +303,24 @@ FAMILIES: dict[str, Family] = {
         fixed={NUM_SHARED: 1},
         renamed={"moe_topk": "num_experts_per_tok"},
         experts=ExpertRules(is_normalized=True, size="intermediate_size", shared=NUM_SHARED),
+    ),
+    "granite": _GRANITE,
+    "hyperclovax": replace(
+        _GRANITE,
+        defaults=usual_defaults(2048),
+        reads=_GRANITE.reads - {"logits_scaling"} | {"output_multiplier"},
+        renamed={"logits_scaling": "output_multiplier"},
+        norms=lambda config: Norms(after=True, eps_after=positive(config, "rms_norm_eps")),
+        refuses={"use_post_norm": True},
+    ),
+    "granite_swa": replace(
+        _GRANITE,
+        defaults={**_GRANITE.defaults, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "sliding_window": 128}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 8192},
+        layer_kinds=kinds.windowed_but_every_fourth_from_the_first,
+        rotated_layers=kinds.rotated_unless_listed_without_theta,
+        rope_settings=ropes.granite_swa_rope,
+        has_sinks=True,
     ),
     "seed_oss": Family(
         usual_defaults(524_288, num_key_value_heads=8, head_dim=128)

@@ -5,20 +5,15 @@ from infer.errors import ModelError
 from infer.models.families.config_values import Config, count, flag, positive
 
 _MAX_LAYERS, _MAX_HEAD_DIM = 1024, 2**16
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "quick_gelu": "gelu_sigmoid",
-    "relu": "relu",
-    "relu2": "relu_squared",
+_NAMES: dict[Activation, tuple[str, ...]] = {  # in configs
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu", "gelu_python"),
+    "gelu_tanh": ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    "gelu_sigmoid": ("quick_gelu",),
+    "relu": ("relu",),
+    "relu_squared": ("relu2",),
 }
+ACTIVATIONS = {name: activation for activation, names in _NAMES.items() for name in names}
 
 
 def num_layers_of(config: Config) -> int:

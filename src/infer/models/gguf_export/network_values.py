@@ -45,7 +45,9 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
         **_heads(architecture),
         **_windows(form, config, architecture),
         **_sizes(form, config, architecture),
-        **_delta_nets(config, architecture),
+        "linear_value_features": config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0),
+        "recurrent_layers": [isinstance(layer.mixer, GatedDeltaNet) for layer in architecture.layers],
+        "full_attention_interval": config.get("full_attention_interval", 4),
         **_ropes(architecture),
     }
     if architecture.logit_scale != 1:
@@ -131,14 +133,6 @@ def _experts(form: GGUFForm, experts: Experts, parts: Sequence[Dense | Experts |
         "routed_scaling_factor": router.scale,
         "first_k_dense_replace": next(i for i, part in enumerate(parts) if isinstance(part, Experts)),
     }
-
-
-def _delta_nets(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """Return the settings of delta nets that configs do not have, or that have defaults."""
-    flags = [isinstance(layer.mixer, GatedDeltaNet) for layer in architecture.layers]
-    features = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
-    every = config.get("full_attention_interval", 4)
-    return {"linear_value_features": features, "recurrent_layers": flags, "full_attention_interval": every}
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:

@@ -8,7 +8,7 @@ Qwen3-Next fuse b and a by key heads. In files of Qwen3.5, neighbouring value he
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -148,8 +148,10 @@ def export_tensors(
             _change_attention(named, form, f"{prefix}self_attn.", layer.mixer)
         elif isinstance(layer.mixer, GatedDeltaNet):
             _change_delta_net(named, name, f"{prefix}linear_attn.", layer.mixer)
-        for fused in form.fused:
-            _fuse(named, f"{prefix}{fused}", [f"{prefix}{part}" for part in FUSED.get(fused, ())])
+        for fused, kind in product(form.fused, ("weight", "bias")):
+            names = [f"{prefix}{part}.{kind}" for part in FUSED.get(fused, ())]
+            if parts := [named.pop(each) for each in names if each in named]:
+                named[f"{prefix}{fused}.{kind}"] = joined(parts)
     found = _take_stacks(named, form) | {each: (rows.shape, rows) for each, rows in named.items()}
     ordered = [_renamed(path, name, each, *found[each]) for each in sorted(found, key=_place)]
     vectors = {each: vector_of(torch.tensor(values, dtype=torch.float32)) for each, values in factors.items()}
@@ -189,14 +191,6 @@ def _change_attention(named: Named, form: GGUFForm, prefix: str, mixer: Attentio
     if form.has_scale_in_q_norm:
         for part, scale in (("q", mixer.scale * mixer.head_dim**0.5), ("k", 1.0)):
             named[f"{prefix}{part}_norm.weight"] = vector_of(torch.full((mixer.head_dim,), scale))
-
-
-def _fuse(named: Named, fused: str, parts: Sequence[str]) -> None:
-    """Stack the rows of some projections."""
-    for kind in ("weight", "bias"):
-        found = [named.pop(each) for part in parts if (each := f"{part}.{kind}") in named]
-        if found:
-            named[f"{fused}.{kind}"] = joined(found)
 
 
 def _in_pairs(num_rows: int, heads: int, rotated: int) -> Order:

@@ -29,18 +29,13 @@ class LoadedRecurrent:
 
     @classmethod
     def load(cls, mixer: Recurrent, norms: Norms, loader: WeightLoader, cache_index: int) -> Self:
-        weights: ConvWeights | DeltaNetWeights
-        parts: tuple[str, ...]
-        if isinstance(mixer, ShortConv):
-            at, parts, weights = "conv", ("in",), _conv_weights(mixer, loader)
-        else:
-            at, parts, weights = "linear_attn", tuple(mixer.projected), _delta_net_weights(mixer, loader)
+        at, parts = ("conv", ["in"]) if isinstance(mixer, ShortConv) else ("linear_attn", list(mixer.projected))
         return cls(
             own=mixer,
             cache_index=cache_index,
             norm=loader.norm("attention_norm") if norms.before else None,
             input=loader.by_rows(*(f"{at}.{part}_proj" for part in parts), label="input"),
-            weights=weights,
+            weights=_conv_weights(mixer, loader) if isinstance(mixer, ShortConv) else _delta_net_weights(mixer, loader),
             output=loader.by_rows(f"{at}.out_proj", label="output"),
             post_norm=loader.norm("post_attention_norm", eps=norms.eps_after) if norms.after else None,
         )

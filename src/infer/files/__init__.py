@@ -154,16 +154,10 @@ def _open_gguf(path: Path) -> Checkpoint:
     with_arrays = file.tensors | file.values_of_layers(form.arrays)
     stored = with_factors(with_arrays, has_expert_scales=form.has_expert_scales)
     tensors = _renamed(path, stored, names_from_gguf(stored, form.names))
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, info in tensors.items() if form.are_rows_paired else ():
-        if (count := heads.get(name.rpartition(".")[0].rpartition(".")[2])) is not None:
-            if len(info.shape) > 2 or info.shape[0] % (2 * count):
-                info.fail(f"expected rows for {count} heads of even size, got the shape {info.shape}")
-            rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
-            tensors[name] = replace(info, num_paired_heads=count, num_paired_rows=rotated)
 
     def read(some: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         apart = taken_apart(some, config, has_gates_in_q=form.has_gates_in_q)
+        apart = _with_paired_rows(apart, config, 1.0) if form.are_rows_paired else apart
         return {
             name: info if info.factor is None else replace(info, type="NVFP4_SCALED") for name, info in apart.items()
         }
@@ -203,7 +197,9 @@ def _with_paired_rows(
         at, is_q, kind = name.partition(".self_attn.q_proj.")
         head_rows = info.shape[0] // num_heads if is_q else 0
         rotated = int(head_rows * share)
-        if 0 < rotated <= head_rows and rotated % 2 == 0:
+        if rotated % 2:
+            info.fail(f"expected rows for {num_heads} heads of even size, got the shape {info.shape}")
+        if 0 < rotated <= head_rows:
             of_k = f"{at}.self_attn.k_proj.{kind}"
             for each in (name, of_k) if of_k in tensors else (name,):
                 num_rows = tensors[each].shape[0]

@@ -3,7 +3,8 @@
 Each layer's mixer and feed-forward add to the residual stream. Families differ only in the values of `Architecture`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import final
 
 import torch
@@ -53,8 +54,7 @@ class Transformer:
     @property
     def projections(self) -> list[Projection]:
         """The matrices before the head by which every token is multiplied, in order."""
-        first = [] if self.per_layer is None else [self.per_layer.projection]
-        return [*first, *(each for layer in self.layers for each in layer.projections)]
+        return list(_projections_in((self.per_layer, self.layers)))
 
     def is_long(self, length: int) -> bool:
         """Return True if a sequence of `length` tokens uses the second set of rope factors, for all of its tokens."""
@@ -118,3 +118,13 @@ class Transformer:
                 assert isinstance(mixer, LoadedAttention)
                 mixer.append_keys(x, cache, step)
             return x
+
+
+def _projections_in(part: object) -> Iterator[Projection]:
+    """Yield the matrices in a value, in the order of its fields."""
+    if isinstance(part, Projection):
+        yield part
+    elif isinstance(part, tuple) or is_dataclass(part):
+        values = part if isinstance(part, tuple) else (getattr(part, each.name) for each in fields(part))
+        for value in values:
+            yield from _projections_in(value)

@@ -208,9 +208,10 @@ def test_every_cache_and_quantised_experts_have_the_bits_of_one_rank(
 
 def test_each_rank_has_its_share_of_each_expert(families: Families, pair: Ranks) -> None:
     whole, own = (runner_of(families["qwen2_moe"], ranks).model.layers[0] for ranks in (None, pair))
-    sizes = [[each.out_features for each in layer.feed_forward.projections] for layer in (whole, own)]
-    router, *others = sizes[0]
-    assert sizes[1] == [router, *(rows // 2 for rows in others)]
+    parts = [(layer.experts, layer.experts.shared) for layer in (whole.feed_forward, own.feed_forward)]
+    sizes = [[each.out_features for each in (x.gate, x.up, x.down, y.gate_up, y.down)] for x, y in parts]
+    assert parts[1][0].router_logits.out_features == parts[0][0].router_logits.out_features
+    assert sizes[1] == [rows // 2 for rows in sizes[0]]
 
 
 @pytest.mark.slow(rest=0)

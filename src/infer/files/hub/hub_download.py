@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infer.errors import InferError, ModelError
+from infer.errors import ModelError
 from infer.files.hub.hub import HubName, choose, find_cached, hub_cache_folder, is_offline, not_found, shards_of_index
 from infer.files.tensors.safetensors import INDEX_NAME, SINGLE_NAME
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar
@@ -42,9 +42,7 @@ def fetch(name: HubName, on_progress: OnProgress | None = None) -> Path:
     line = StatusLine()
     try:
         return _download(huggingface_hub, name, on_progress or partial(_show, name, line), line)
-    except InferError:
-        raise
-    except Exception as error:  # includes all errors of its network library
+    except Exception as error:  # includes all errors of its network library, and our own
         if not (isinstance(error, OSError) or type(error).__module__.startswith(_LIBRARIES)):
             raise
         _explain(name, error)

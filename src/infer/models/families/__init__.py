@@ -203,7 +203,7 @@ def _attention(config: Config, family: Family, kind: str, is_rotated: bool) -> A
         raise ModelError(f"num_attention_heads={num_heads} must be a multiple of num_key_value_heads={num_kv_heads}")
     head_dim = head_dim_of(config)
     rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0), **family.rope_settings(config, kind)}
-    if not family.rotates_partly and rope["partial_rotary_factor"] != 1:
+    if "partial_rotary_factor" not in family.defaults and rope["partial_rotary_factor"] != 1:
         refused = f"partial_rotary_factor={rope['partial_rotary_factor']!r:.60}"
         raise UnsupportedModelError(f"{refused} is not supported for {config['model_type']}")
     if family.gates is not None and config.get("attn_output_gate") is False:

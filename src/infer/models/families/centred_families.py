@@ -48,7 +48,6 @@ CENTRED: dict[str, Family] = {
         _PLAIN,
         defaults=usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
         fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
-        rotates_partly=True,
         norms=Norms(are_centred=True, have_bias=True, parallel="one"),
         refuses={"qk_layernorm": False},
     ),
@@ -64,7 +63,6 @@ CENTRED: dict[str, Family] = {
         fixed={"attention_output_bias": False},
         reads=ATTENTION_BIAS,
         renamed={"layer_norm_eps": "rms_norm_eps", "use_qkv_bias": "attention_bias"},
-        rotates_partly=True,
         norms=_parallel_if_set("one"),
         qk_norm="head_centred",
         qk_norm_setting="qk_layernorm",
@@ -74,7 +72,6 @@ CENTRED: dict[str, Family] = {
         _PLAIN,
         defaults=usual_defaults(4096, eps=1e-5, hidden_act="relu2", partial_rotary_factor=0.5),
         renamed={"norm_eps": "rms_norm_eps"},
-        rotates_partly=True,
     ),
     "olmo": Family(
         usual_defaults(2048) | {"rms_norm_eps": 1e-5},
@@ -99,7 +96,6 @@ CENTRED: dict[str, Family] = {
         | {"use_parallel_residual": True},
         fixed={"mlp_bias": True, "num_key_value_heads": None},
         renamed={**_PLAIN.renamed, "rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
-        rotates_partly=True,
         norms=_parallel_if_set("two"),
     ),
 }

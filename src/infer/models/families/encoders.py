@@ -77,7 +77,7 @@ ENCODERS: dict[str, Family] = {
     "xlm-roberta": _ROBERTA,
     "nomic_bert": replace(
         _BERT,
-        defaults=usual_defaults(2048, eps=1e-12, type_vocab_size=2),
+        defaults=usual_defaults(2048, eps=1e-12, type_vocab_size=2, partial_rotary_factor=1.0),
         fixed=_FIXED,
         renamed={**_BERT.renamed, **GPT2_NAMES, "qkv_proj_bias": "attention_bias", "mlp_fc1_bias": "mlp_bias"}
         | {"rotary_emb_base": "rope_theta", "rotary_emb_fraction": "partial_rotary_factor"},
@@ -85,7 +85,6 @@ ENCODERS: dict[str, Family] = {
         | {"rotary_scaling_factor": None},
         rotated_layers=kinds.all_rotated,
         rope_settings=ropes.theta_rope(1000.0),
-        rotates_partly=True,
         activations={**ACTIVATIONS, "swiglu": "silu"},
         is_gated=True,
         text_inputs=_types,

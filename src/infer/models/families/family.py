@@ -36,7 +36,9 @@ _PRE_NORMS = Norms(before=True, after=False)
 
 @dataclass(frozen=True)
 class Family:
-    defaults: Mapping[str, Any]  # for settings that a config does not have, not even as null
+    # For settings that a config does not have, not even as null. A family without one for `partial_rotary_factor` does
+    # not read it, although other engines read it for every family.
+    defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)  # these replace the values of a config
     reads: frozenset[str] = frozenset()  # the optional settings that the code reads
     # Its names of settings → the usual names, one or several.
@@ -47,7 +49,6 @@ class Family:
     recurrent: Mapping[str, Callable[[Config], Recurrent]] = field(default_factory=dict)
     rotated_layers: Callable[[Config, int], Sequence[bool]] = all_rotated
     rope_settings: Callable[[Config, str], Config] = usual_rope
-    rotates_partly: bool = False  # its code reads partial_rotary_factor, which other engines read for every family
     activation_name: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by their names in configs
     is_gated: bool = True  # its MLP

@@ -36,7 +36,6 @@ _GLM4_MOE = replace(
     fixed={"attention_output_bias": False},
     reads=frozenset({"attention_bias"}),
     renamed={"n_routed_experts": "num_experts"},
-    rotates_partly=True,
     qk_norm_setting="use_qk_norm",
 )
 
@@ -67,26 +66,24 @@ SPARSE: dict[str, Family] = {
     ),
     "mellum": Family(
         usual_defaults(131_072, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=896)
-        | {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True},
+        | {"head_dim": 128, "sliding_window": 1024, "norm_topk_prob": True, "partial_rotary_factor": 1.0},
         fixed={"first_k_dense_replace": 0},
         reads=ATTENTION_BIAS,
         layer_kinds=kinds.full_unless_listed,
         rope_settings=ropes.rope_by_kind(500_000.0, 10_000.0),
-        rotates_partly=True,
         qk_norm="head",
         experts=_QWEN,
         is_sparse=is_sparse_as_listed,
     ),
     "laguna": Family(
         usual_defaults(131_072, num_key_value_heads=8, num_experts_per_tok=8, moe_intermediate_size=512)
-        | {SHARED_SIZE: 512, "head_dim": 128, "sliding_window": 512},
+        | {SHARED_SIZE: 512, "head_dim": 128, "sliding_window": 512, "partial_rotary_factor": None},
         fixed={"norm_topk_prob": True, "first_k_dense_replace": 1},
         reads=ATTENTION_BIAS | {"num_attention_heads_per_layer"},
         renamed={"moe_routed_scaling_factor": "routed_scaling_factor"},
         refuses={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
         layer_kinds=kinds.full_unless_listed,
         rope_settings=ropes.laguna_rope,
-        rotates_partly=True,
         qk_norm="head",
         experts=ExpertRules("sigmoid", is_scaled=True, has_correction=True, shared=SHARED_SIZE),
         is_sparse=is_sparse_as_listed,
@@ -126,7 +123,7 @@ SPARSE: dict[str, Family] = {
         _GLM4_MOE,
         defaults=usual_defaults(131_072, num_key_value_heads=4, num_experts_per_tok=6, moe_intermediate_size=1024)
         | {"num_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-        | {"head_dim": 64, "use_qk_norm": True},
+        | {"head_dim": 64, "use_qk_norm": True, "partial_rotary_factor": 1.0},
         renamed={**_GLM4_MOE.renamed, "num_shared_experts": NUM_SHARED, "use_qkv_bias": "attention_bias"},
         rope_settings=ropes.theta_rope(8_000_000.0),
     ),
@@ -170,9 +167,8 @@ SPARSE: dict[str, Family] = {
         layer_kinds=kinds.windowed_from_a_layer_on,
     ),
     "minimax_m2": Family(
-        usual_defaults(196_608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8),
+        usual_defaults(196_608, num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, partial_rotary_factor=1.0),
         rope_settings=ropes.minimax_rope,
-        rotates_partly=True,
         qk_norm="all",
         experts=ExpertRules("sigmoid", is_normalized=True, size="intermediate_size", has_correction=True),
     ),

@@ -45,7 +45,7 @@ _GEMMA3 = Family(
 _GEMMA4 = replace(
     _GEMMA3,
     defaults={**_GEMMA3.defaults, "num_hidden_layers": 30, "vocab_size": 262_144, "sliding_window": 512}
-    | {"global_head_dim": 512, "hidden_size_per_layer_input": 256},
+    | {"global_head_dim": 512, "hidden_size_per_layer_input": 256, "partial_rotary_factor": 1.0},
     fixed={"query_pre_attn_scalar": 1.0},
     renamed={"top_k_experts": "num_experts_per_tok"},
     reads=ATTENTION_BIAS
@@ -55,7 +55,6 @@ _GEMMA4 = replace(
     layer_kinds=kinds.gemma4_kinds,
     of_kind=heads.gemma4_of_kind,
     rope_settings=ropes.gemma4_rope,
-    rotates_partly=True,
     has_v_norm=True,
     has_scale=True,
 )
@@ -124,7 +123,6 @@ _QWEN35 = Family(
     reads=ATTENTION_BIAS,
     layer_kinds=kinds.linear_but_every_nth,
     recurrent={kinds.LINEAR: gated_delta_net},
-    rotates_partly=True,
     qk_norm="head",
     gates=heads.sigmoid_of_elements,
 )
@@ -155,7 +153,6 @@ _GLM4 = Family(
     | {"partial_rotary_factor": 0.5, "attention_bias": True},
     fixed={"attention_output_bias": False},
     reads=frozenset({"attention_bias"}),
-    rotates_partly=True,
     norms=Norms(after=True),
 )
 
@@ -244,10 +241,9 @@ FAMILIES: dict[str, Family] = {
     "muse_glimmer": _MUSE_GLIMMER,
     "muse_glimmer_text": _MUSE_GLIMMER,
     "phi3": Family(
-        usual_defaults(4096, eps=1e-5, original_max_position_embeddings=4096),
+        usual_defaults(4096, eps=1e-5, original_max_position_embeddings=4096, partial_rotary_factor=1.0),
         layer_kinds=kinds.all_windowed,
         rope_settings=ropes.phi3_rope,
-        rotates_partly=True,
     ),
     "smollm3": Family(
         usual_defaults(32_768, num_key_value_heads=4, tie_word_embeddings=True),
@@ -361,11 +357,10 @@ FAMILIES: dict[str, Family] = {
     "lfm3": replace(
         _LFM2,
         defaults={**_LFM2.defaults, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7}
-        | {"sliding_window": 256},
+        | {"sliding_window": 256, "partial_rotary_factor": 1.0},
         reads=ATTENTION_BIAS,
         layer_kinds=kinds.lfm3_kinds,
         rope_settings=ropes.lfm3_rope,
-        rotates_partly=True,
         norms=Norms(after=True),
         gates=heads.sigmoid_of_heads,
         refuses={"use_sandwich_norm": True, "use_attention_gate": True},

@@ -1,11 +1,12 @@
 """The parts of layers, loaded: one module per kind of mixer and feed-forward.
 
-A part has one method for the forward, `add`: it returns the residual stream with the part's result added. `load_layer`
+A part has one method for the forward, `add`: it returns the residual stream with the part's result added, and the
+stream before it must not be used afterwards. `load_layer`
 is the only place that knows which class loads which part.
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol, final, runtime_checkable
+from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,7 +16,6 @@ from infer.compute.operands.architecture import Layer
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import Attention
 from infer.compute.operands.step import Step
-from infer.compute.operands.weights import Projection
 from infer.models.layers.attention import LoadedAttention as LoadedAttention
 from infer.models.layers.extra_inputs import LoadedPerLayerInput as LoadedPerLayerInput
 from infer.models.layers.feed_forward import LoadedDense as LoadedDense
@@ -24,18 +24,7 @@ from infer.models.layers.recurrent import LoadedRecurrent as LoadedRecurrent
 from infer.models.weight_loader import WeightLoader
 
 LoadedMixer = LoadedAttention | LoadedRecurrent
-
-
-@runtime_checkable
-class LoadedPart(Protocol):
-    """A mixer or a feed-forward with its weights."""
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """The matrices by which every token is multiplied."""
-
-    def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
-        """Return the residual stream x with the part's result added. x must not be used afterwards."""
+LoadedFeedForward = LoadedDense | LoadedExperts
 
 
 @final
@@ -44,7 +33,7 @@ class LoadedLayer:
     """The loaded twin of `Layer`."""
 
     mixer: LoadedMixer | None
-    feed_forward: LoadedDense | LoadedExperts | None
+    feed_forward: LoadedFeedForward | None
     per_layer_input: LoadedPerLayerInput | None = None
     is_parallel: bool = False  # both parts read the residual stream as it is before the layer
 
@@ -60,8 +49,8 @@ class LoadedLayer:
         return x
 
     @property
-    def parts(self) -> tuple[LoadedPart, ...]:
-        """The mixer, the feed-forward and other parts that exist, in the order in which they run."""
+    def parts(self) -> tuple[LoadedMixer | LoadedFeedForward, ...]:
+        """The mixer and the feed-forward, if they exist."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
     @property
@@ -70,17 +59,11 @@ class LoadedLayer:
         parts = (self.mixer, self.feed_forward)
         return tuple(part for part in parts if isinstance(part, LoadedAttention | LoadedDense))
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """The matrices by which every token is multiplied, in order."""
-        parts = (*self.parts, *(() if self.per_layer_input is None else (self.per_layer_input,)))
-        return tuple(each for part in parts for each in part.projections)
-
 
 def load_layer(layer: Layer, index: int, loader: WeightLoader, cache_index: int | None) -> LoadedLayer:
     """Return the layer with this index; `loader` is for that layer. Its mixer uses `cache_index` of the cache."""
     mixer: LoadedMixer | None = None
-    feed_forward: LoadedDense | LoadedExperts | None = None
+    feed_forward: LoadedFeedForward | None = None
     if layer.mixer is not None:
         assert cache_index is not None
         if isinstance(layer.mixer, Attention):

@@ -58,10 +58,6 @@ class LoadedAttention:
             keys=keys,
         )
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.qkv, *(() if self.keys is None else (self.keys,)), self.output
-
     def append_keys(self, x: Float[Tensor, "tokens hidden"], cache: TextCache, step: Step) -> None:
         """Store keys and values of the step's tokens. Tokens before and after them will attend to these."""
         assert self.keys is not None

@@ -43,10 +43,6 @@ class LoadedPerLayerInput:
             scale=scale,
         )
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.gate, self.output
-
     def add(
         self, x: Float[Tensor, "tokens hidden"], inputs: Float[Tensor, "tokens inputs"]
     ) -> Float[Tensor, "tokens hidden"]:

@@ -48,10 +48,6 @@ class LoadedDense:
             is_gated=dense.is_gated,
         )
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.gate_up, self.down
-
     def add(self, x: Float[Tensor, "tokens hidden"], cache: AnyCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         return self.add_down(x, self.hidden(x))
 
@@ -100,13 +96,6 @@ class LoadedExperts:
             post_norm=loader.norm("post_mlp_norm", eps=norms.eps_after) if norms.after else None,
             scale=scale,
         )
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """The matrices by which a token may be multiplied. Of gate, up and down, it needs the chosen experts' rows."""
-        own = self.experts
-        shared = () if own.shared is None else (own.shared.gate_up, own.shared.down)
-        return own.router_logits, own.gate, own.up, own.down, *shared
 
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         return ops.add_experts(x, self.norm, self.experts, self.post_norm, self.scale)

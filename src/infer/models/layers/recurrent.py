@@ -40,10 +40,6 @@ class LoadedRecurrent:
             post_norm=loader.norm("post_attention_norm", eps=norms.eps_after) if norms.after else None,
         )
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        return self.input, self.output
-
     def add(self, x: Float[Tensor, "tokens hidden"], cache: PagedCache, step: Step) -> Float[Tensor, "tokens hidden"]:
         projected = ops.norm_project(x, self.norm, self.input)
         mixed = cache.mix(self.cache_index, projected, self.weights, step)

@@ -120,8 +120,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (embedding or reranker or classifier) and "lm_head.weight" not in tensors:
         # No text is generated, so the files may lack the head that the config names.
         config["tie_word_embeddings"] = True
-    files = tuple(dict.fromkeys([info.file for info in in_files.values()] + list(embedding.files if embedding else ())))
-    others = tensors, generation_config_from_folder(folder), files
+    steps = embedding.head if embedding else ()
+    files = [info.file for info in in_files.values()] + [
+        step.weight.file for step in steps if not isinstance(step, str)
+    ]
+    others = tensors, generation_config_from_folder(folder), tuple(dict.fromkeys(files))
     return Checkpoint(folder, config, {}, *others, embedding, prompts, reranker, classifier, drafting)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, final
 
 from infer.errors import UnsupportedModelError
-from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, StepFiles, take_layer
+from infer.files.heads.head_files import ActivationName, HeadFiles, StepFiles, take_layer
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules, vector_size_from_folder
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
-from infer.system.open_file import OpenFile
 
 _PREFIX = "pooling_mode_"
 # Names of sentence-transformers: its flags, and its newer `pooling_mode`.
@@ -47,15 +46,14 @@ _NO_VECTOR = ("Transformer", "Dropout", "LogitScore")
 class EmbeddingFiles:
     """A pooling and the layers after it.
 
-    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. `files` are the
-    files of the layers. Vectors keep the first `dimensions`; None means all.
+    If `normalizes`, vectors have length 1. If `skips_prompt`, the tokens of a prompt are not pooled. Vectors keep the
+    first `dimensions`; None means all.
     """
 
     pooling: Pooling
     head: HeadFiles = ()
     normalizes: bool = True
     skips_prompt: bool = False
-    files: tuple[OpenFile, ...] = ()
     dimensions: int | None = None
 
 
@@ -71,18 +69,15 @@ def embedding_from_folder(folder: Path) -> EmbeddingFiles | None:
     if pooling.kind != "Pooling":
         raise pooling.unsupported("after Transformer, only Pooling is supported")
     normalizes = bool(after) and after[-1].kind == "Normalize"
-    steps, files = list[StepFiles](), list[OpenFile]()
+    steps = list[StepFiles]()
     for module in after[:-1] if normalizes else after:
         if module.kind != "Dense":
             raise module.unsupported("after Pooling, only Dense layers and a last Normalize are supported")
-        dense, *activations = _dense_steps(module)
-        assert isinstance(dense, LayerFiles)
-        steps += [dense, *activations]
-        files.append(dense.weight.file)
+        steps += _dense_steps(module)
     config = pooling.config()
     skips_prompt = config.get("include_prompt") is False
     own = vector_size_from_folder(folder)
-    return EmbeddingFiles(_pooling_of(pooling, config), tuple(steps), normalizes, skips_prompt, tuple(files), own)
+    return EmbeddingFiles(_pooling_of(pooling, config), tuple(steps), normalizes, skips_prompt, own)
 
 
 def _pooling_of(module: SentenceModule, config: Mapping[str, Any]) -> Pooling:

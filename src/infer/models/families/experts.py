@@ -84,10 +84,6 @@ def _of_all_layers(config: Config, name: str) -> Config:
     return {name: given[0] if given else None}
 
 
-def every_layer_is_sparse(config: Config, index: int) -> bool:
-    return True
-
-
 def is_sparse_after_the_first(config: Config, index: int) -> bool:
     """Return True for every layer after the first `first_k_dense_replace`."""
     first = config.get("first_k_dense_replace", 1)

@@ -8,7 +8,7 @@ from infer.compute.operands.architecture import Norms, TextInputs
 from infer.compute.operands.feed_forwards import Activation
 from infer.compute.operands.mixers import GateCurve, QKNorm, QueryScale, Recurrent
 from infer.models.families.config_values import Config
-from infer.models.families.experts import ExpertRules, every_layer_is_sparse
+from infer.models.families.experts import ExpertRules
 from infer.models.families.layer_kinds import Kinds, all_full, all_rotated
 from infer.models.families.ropes import usual_rope
 from infer.models.families.widths import ACTIVATIONS, intermediate_size
@@ -60,7 +60,7 @@ class Family:
     norms: Norms | Callable[[Config], Norms] = _PRE_NORMS
     norms_by_kind: Mapping[str, Norms] = field(default_factory=dict)  # for kinds of layers with other norms
     experts: ExpertRules | None = None
-    is_sparse: Callable[[Config, int], bool] = every_layer_is_sparse  # True if a layer has experts
+    is_sparse: Callable[[Config, int], bool] = lambda config, index: True  # True if a layer has experts
     qk_norm: QKNorm | None = None
     # Changes the settings of attention for layers of a kind, which rotate or not.
     of_kind: Callable[[Config, str, bool], Config] = lambda config, kind, is_rotated: config

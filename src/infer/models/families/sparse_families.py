@@ -9,7 +9,6 @@ from infer.models.families.experts import (
     NUM_SHARED,
     SHARED_SIZE,
     ExpertRules,
-    every_layer_is_sparse,
     is_sparse_after_the_first,
     is_sparse_as_listed,
     is_sparse_in_ernie,
@@ -117,7 +116,7 @@ SPARSE: dict[str, Family] = {
         rope_settings=ropes.theta_rope(1_000_000.0),
         qk_norm=None,
         qk_norm_setting=None,
-        is_sparse=every_layer_is_sparse,
+        is_sparse=lambda config, index: True,
     ),
     "sarvam_moe": replace(
         _GLM4_MOE,

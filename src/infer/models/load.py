@@ -55,15 +55,13 @@ def load_transformer(
     positions = max_seq_len or architecture.max_positions
     load = LoadSettings("auto" if dtype is None else str(dtype).removeprefix("torch."), keep_floats_as)
     loader = WeightLoader(
+        network=architecture,
         expected=expected_shapes(architecture),
         weights=weights,
         backend=backend,
         types=loaded_types(architecture, weights, load),
         precision=precision,
         group=group,
-        hidden_size=architecture.hidden_size,
-        norm_eps=architecture.norm_eps,
-        are_norms_centred=architecture.norms.are_centred,
         rope_tables={rope: make_rope_table(rope, positions, backend.device) for rope in architecture.ropes},
         query_scales={each: make_query_scales(each, positions, backend.device) for each in architecture.query_scales},
         on_input=on_input,
@@ -77,16 +75,13 @@ def load_transformer(
             layers.append(load_layer(layer, index, loader.of_layer(index), place))
             if on_progress is not None:
                 on_progress(index + 1, len(architecture.layers))
-    per_layer = architecture.per_layer_input
     beyond = min((long.beyond for long in architecture.long_ropes), default=positions)
     return Transformer(
         architecture=architecture,
         embedding=embedding,
-        per_layer=None if per_layer is None else load_per_layer_weights(per_layer, architecture.hidden_size, loader),
+        per_layer=load_per_layer_weights(loader),
         layers=tuple(layers),
-        state_input=LoadedStateInput.load(embedding, architecture.embedding_scale, limits.tokens, loader)
-        if architecture.has_state_input
-        else None,
+        state_input=LoadedStateInput.load(embedding, limits.tokens, loader) if architecture.has_state_input else None,
         text_inputs=None if architecture.text_inputs is None else load_text_inputs(architecture.text_inputs, loader),
         norm=loader.norm("model.norm", architecture.logit_scale) if architecture.has_last_norm else None,
         head=head,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from infer.compute import ops
+from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.feed_forwards import XIELU
 from infer.compute.operands.group import Group, Shares
 from infer.compute.operands.mixers import QueryScale, Rope, Shapes
@@ -43,15 +44,13 @@ OnInput = Callable[[str, Float[Tensor, "rows in"]], None]  # (name of a matrix, 
 class WeightLoader:
     """Makes the operands of one model, or of one rank's part of it, from the tensors of its checkpoint."""
 
+    network: Architecture
     expected: Shapes
     weights: Weights
     backend: ops.Backend
     types: Mapping[str, str]  # of matrices after loading, by the names of their tensors
     precision: ops.Precision
     group: Group | None
-    hidden_size: int
-    norm_eps: float
-    are_norms_centred: bool
     rope_tables: Mapping[Rope, RopeTable]
     query_scales: Mapping[QueryScale, Tensor]
     prefix: str = ""  # before the names of tensors
@@ -118,17 +117,19 @@ class WeightLoader:
 
     def norm(self, name: str, scale: float = 1.0, eps: float | None = None) -> Norm:
         """Return a norm, with a bias if the architecture has one for it; without a weight, with ones."""
-        eps, is_centred = self.norm_eps if eps is None else eps, self.are_norms_centred
+        network = self.network
         bias = self.vector(f"{name}.bias") * scale if f"{self.prefix}{name}.bias" in self.expected else None
         is_weighted = f"{self.prefix}{name}.weight" in self.expected
         weight = (
-            self.vector(f"{name}.weight") if is_weighted else torch.ones(self.hidden_size, device=self.backend.device)
+            self.vector(f"{name}.weight")
+            if is_weighted
+            else torch.ones(network.hidden_size, device=self.backend.device)
         )
-        return Norm(weight * scale, eps, bias, is_centred)
+        return Norm(weight * scale, network.norm_eps if eps is None else eps, bias, network.norms.are_centred)
 
     def norm_of_ones(self, dim: int) -> Norm:
         """Return a norm without a weight."""
-        return Norm(torch.ones(dim, device=self.backend.device), self.norm_eps)
+        return Norm(torch.ones(dim, device=self.backend.device), self.network.norm_eps)
 
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)

@@ -178,7 +178,10 @@ def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> 
     match = _STACK.fullmatch(module)
     assert match is not None
     names = ("gate", "up") if match[2] == "gate_up" else (match[2],)
-    _check(info, kind)
+    if len(info.shape) != (2 if kind == "bias" else 3):
+        info.fail(f"expected a tensor of experts, rows and columns, got the shape {info.shape}")
+    if info.shape[0] > MAX_EXPERTS:
+        info.fail(f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}")
     is_transposed = order.are_transposed and kind == "weight" and info.scales is None
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
@@ -203,13 +206,6 @@ def _one_matrix(info: TensorInfo) -> TensorInfo:
     num_rows, scales = info.shape[0] * info.shape[1], info.scales
     scales = None if scales is None else replace(scales, shape=(num_rows, *scales.shape[2:]))
     return replace(info, shape=(num_rows, *info.shape[2:]), scales=scales)
-
-
-def _check(info: TensorInfo, kind: str) -> None:
-    if len(info.shape) != (2 if kind == "bias" else 3):
-        info.fail(f"expected a tensor of experts, rows and columns, got the shape {info.shape}")
-    if info.shape[0] > MAX_EXPERTS:
-        info.fail(f"expected at most {MAX_EXPERTS} experts, got {info.shape[0]}")
 
 
 def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -117,7 +117,7 @@ def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo])
     """Return the mixture in a GGUF file's metadata, or the type of most weights."""
     number = metadata.get("general.file_type")
     named = _FILE_TYPES.get(number) if type(number) is int else None
-    return named or next(weights_by_type(tensors)).type
+    return named or weights_by_type(tensors)[0].type
 
 
 def shown_as(

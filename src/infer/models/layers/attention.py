@@ -77,7 +77,7 @@ def _qk_norm(attention: Attention, loader: WeightLoader, which: str) -> Norm | N
     if attention.qk_norm == "head_centred":
         heads = range(attention.num_heads if which == "q" else attention.num_kv_heads)
         weights = [loader.vector(f"self_attn.{which}_norm.norms.{head}.weight") for head in heads]
-        return Norm(torch.cat(weights), loader.norm_eps, is_centred=True)
+        return Norm(torch.cat(weights), loader.network.norm_eps, is_centred=True)
     return loader.norm(f"self_attn.{which}_norm") if attention.qk_norm else None
 
 
@@ -96,7 +96,7 @@ def _heads(attention: Attention, loader: WeightLoader) -> Heads:
         softcap=attention.softcap,
         sinks=loader.vector("self_attn.sinks") if attention.has_sinks else None,
         gate_start=dim * before_gate if attention.has_gate else None,
-        v_eps=loader.norm_eps if attention.has_v_norm and attention.has_keys else None,
+        v_eps=loader.network.norm_eps if attention.has_v_norm and attention.has_keys else None,
         gate_curve=attention.gate_curve,
         are_gates_of_heads=attention.are_gates_of_heads,
         query_scales=None if attention.query_scale is None else loader.query_scales[attention.query_scale],

@@ -51,18 +51,20 @@ class LoadedPerLayerInput:
         return ops.project_add(x, gated, self.output, self.post_norm, self.scale)
 
 
-def load_per_layer_weights(own: PerLayerInput, hidden: int, loader: WeightLoader) -> PerLayerWeights:
-    """Return the weights that all layers share.
+def load_per_layer_weights(loader: WeightLoader) -> PerLayerWeights | None:
+    """Return the weights that all layers share, if the network has such inputs.
 
     Both parts of the sum are divided by √2. The norm of a sum that is divided by √hidden has an eps that is larger by
     the same factor.
     """
+    if (own := loader.network.per_layer_input) is None:
+        return None
     norm = loader.norm("model.per_layer_projection_norm", 0.5**0.5)
     return PerLayerWeights(
         table=loader.table(PER_LAYER_TABLE.removesuffix(".weight")),
         table_scale=(own.dim / 2) ** 0.5,
         projection=loader.projection("model.per_layer_model_projection", label="per_layer_inputs"),
-        norm=Norm(norm.weight, norm.eps * hidden),
+        norm=Norm(norm.weight, norm.eps * loader.network.hidden_size),
     )
 
 
@@ -78,16 +80,16 @@ class LoadedStateInput:
     stream: Float[Tensor, "tokens hidden"]
 
     @classmethod
-    def load(cls, embedding: Projection, scale: float, num_tokens: int, loader: WeightLoader) -> Self:
-        own, device = loader.of_layer(0), loader.backend.device
+    def load(cls, embedding: Projection, num_tokens: int, loader: WeightLoader) -> Self:
+        own, device, hidden = loader.of_layer(0), loader.backend.device, loader.network.hidden_size
         return cls(
             embedding=embedding,
-            embedding_scale=scale,
+            embedding_scale=loader.network.embedding_scale,
             embedding_norm=own.norm("enorm"),
             state_norm=own.norm("hnorm"),
             projection=own.projection("eh_proj", label="join"),
-            joined=torch.empty(num_tokens, 2 * loader.hidden_size, device=device),
-            stream=torch.empty(num_tokens, loader.hidden_size, device=device),
+            joined=torch.empty(num_tokens, 2 * hidden, device=device),
+            stream=torch.empty(num_tokens, hidden, device=device),
         )
 
     def write(self, token_ids: Sequence[int], states: Float[Tensor, "tokens hidden"]) -> None:

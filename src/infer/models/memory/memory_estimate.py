@@ -5,7 +5,7 @@ The backend's own rules (`backends.before_load`) count weights. A cache counts w
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol, Self, runtime_checkable
@@ -200,16 +200,14 @@ class StoredWeights:
     num_bytes: int
 
 
-def weights_by_type(tensors: Mapping[str, TensorInfo]) -> Iterator[StoredWeights]:
-    """Yield each type of tensors with the method that quantised them into several tensors, the largest first."""
-    found: dict[tuple[str, str], list[int]] = {}
+def weights_by_type(tensors: Mapping[str, TensorInfo]) -> list[StoredWeights]:
+    """Return each type of tensors with the method that quantised them into several tensors, the largest first."""
+    groups = defaultdict[tuple[str, str], list[tuple[int, int]]](list)
     for info in tensors.values():
         method = "" if info.packed is None else info.packed.description
-        counts = found.setdefault((info.type, method), [0, 0, 0])
-        for index, amount in enumerate((1, prod(info.shape), info.file_bytes)):
-            counts[index] += amount
-    for key, counts in sorted(found.items(), key=lambda item: -item[1][2]):
-        yield StoredWeights(*key, *counts)
+        groups[info.type, method].append((prod(info.shape), info.file_bytes))
+    rows = [StoredWeights(*key, len(sizes), *map(sum, zip(*sizes, strict=True))) for key, sizes in groups.items()]
+    return sorted(rows, key=lambda row: -row.num_bytes)
 
 
 def largest_types(architecture: Architecture, types: Mapping[str, str], device: str = "cpu") -> list[str]:

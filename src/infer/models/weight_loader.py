@@ -127,10 +127,6 @@ class WeightLoader:
         )
         return Norm(weight * scale, network.norm_eps if eps is None else eps, bias, network.norms.are_centred)
 
-    def norm_of_ones(self, dim: int) -> Norm:
-        """Return a norm without a weight."""
-        return Norm(torch.ones(dim, device=self.backend.device), self.network.norm_eps)
-
     def vector(self, name: str) -> Tensor:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.gguf.forms import form_of, form_of_family
 from infer.files.gguf.gguf_values import shortest
-from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, take_layer
+from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, StepFiles, take_layer
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 
@@ -75,7 +75,7 @@ def classifier_from_folder(
         return None
     head, pooling = found
     path, given = folder / "config.json", config.get("id2label")
-    labels = _labels(path, "id2label", _in_order(path, given) if given else None, _num_labels(head))
+    labels = _labels(path, "id2label", _in_order(path, given) if given else None, head[-1])
     problem, pad_id = config.get("problem_type"), config.get("pad_token_id")
     if not (problem is None or isinstance(problem, str)) or problem not in _SCALE_BY_PROBLEM:
         known = ", ".join(name for name in _SCALE_BY_PROBLEM if name)
@@ -111,17 +111,8 @@ def classifier_from_gguf(
         return None
     head, pooling = found
     key = f"{metadata['general.architecture']}.classifier.output_labels"
-    labels = _labels(path, key, metadata.get(key), _num_labels(head))
+    labels = _labels(path, key, metadata.get(key), head[-1])
     return ClassifierFiles(head, labels, _scale(None, labels), pooling)
-
-
-def _num_labels(head: HeadFiles) -> int:
-    layer = head[-1]
-    assert isinstance(layer, LayerFiles)
-    weight = layer.weight
-    if len(weight.shape) != 2 or not weight.shape[0]:
-        weight.fail(f"expected one row per label, got the shape {weight.shape}")
-    return weight.shape[0]
 
 
 def _in_order(path: Path, given: object) -> list[Any]:
@@ -131,8 +122,12 @@ def _in_order(path: Path, given: object) -> list[Any]:
     return [given[str(index)] for index in range(len(given))]
 
 
-def _labels(path: Path, key: str, given: object, count: int) -> tuple[str, ...]:
-    """Return the names of labels. The default is the names that `transformers` uses."""
+def _labels(path: Path, key: str, given: object, layer: StepFiles) -> tuple[str, ...]:
+    """Return the names of the labels of a head's last layer. The default is the names that `transformers` uses."""
+    assert isinstance(layer, LayerFiles)
+    count = layer.weight.shape[0] if len(layer.weight.shape) == 2 else 0
+    if not count:
+        layer.weight.fail(f"expected one row per label, got the shape {layer.weight.shape}")
     if given is None:
         return tuple(f"LABEL_{index}" for index in range(count))
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given) or len(given) != count:

@@ -58,7 +58,10 @@ class RerankerFiles:
 def reranker_from_folder(
     folder: Path, tensors: Mapping[str, TensorInfo], classifier: ClassifierFiles | None
 ) -> RerankerFiles | None:
-    """Return the reranker of a folder, or None."""
+    """Return the reranker of a folder, or None.
+
+    The module LogitScore of sentence-transformers names the ids of the tokens that it compares.
+    """
     has_usual_prompt = any(_QWEN3 in part.lower() for part in folder.resolve().parts[-4:])
     if classifier is not None:
         reads_pairs = classifier.reads_pairs
@@ -66,9 +69,14 @@ def reranker_from_folder(
         return found if len(classifier.labels) == 1 else None
     if (head := head_of(tensors)) is None:
         return None
-    if (rows := _logit_score(folder)) is not None:
-        return RerankerFiles(head, *rows, has_usual_prompt)
-    return RerankerFiles(head) if has_usual_prompt else None
+    if (module := next((each for each in read_modules(folder) if each.kind == "LogitScore"), None)) is None:
+        return RerankerFiles(head) if has_usual_prompt else None
+    config = module.config()
+    yes, no = config.get("true_token_id"), config.get("false_token_id")
+    if type(yes) is not int or not (no is None or type(no) is int):
+        problem = f"LogitScore must have ids as true_token_id and false_token_id, got {yes!r:.40} and {no!r:.40}"
+        raise UnsupportedModelError(f"{folder.name}: {problem}")
+    return RerankerFiles(head, yes, no, has_usual_prompt)
 
 
 def reranker_from_gguf(
@@ -93,18 +101,3 @@ def reranker_from_gguf(
 def head_of(tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     """Return the tensor of the head, which is the embedding if the two are tied."""
     return tensors.get("lm_head.weight", tensors.get("model.embed_tokens.weight"))
-
-
-def _logit_score(folder: Path) -> tuple[int, int | None] | None:
-    """Return the ids of the tokens that sentence-transformers' module LogitScore compares, if the folder has one."""
-    for module in read_modules(folder):
-        if module.kind == "LogitScore":
-            config = module.config()
-            yes, no = config.get("true_token_id"), config.get("false_token_id")
-            if type(yes) is not int or not (no is None or type(no) is int):
-                raise UnsupportedModelError(
-                    f"{folder.name}: LogitScore must have ids as true_token_id and false_token_id, got {yes!r:.40} "
-                    f"and {no!r:.40}"
-                )
-            return yes, no
-    return None

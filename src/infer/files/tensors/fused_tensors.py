@@ -186,7 +186,10 @@ def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> 
     num_experts, all_rows = info.shape[0], info.shape[2 if is_transposed else 1]
     if all_rows % len(names):
         info.fail(f"expected the same number of rows of gate and up, got the shape {info.shape}")
-    size, parts, stack = all_rows // len(names), dict[str, TensorInfo](), _one_matrix(info)
+    size, parts = all_rows // len(names), dict[str, TensorInfo]()
+    num_rows, scales = num_experts * info.shape[1], info.scales
+    scales = None if scales is None else replace(scales, shape=(num_rows, *scales.shape[2:]))
+    stack = replace(info, shape=(num_rows, *info.shape[2:]), scales=scales)  # one matrix, or one vector of biases
     for index, name in enumerate(names):
         rows = range(index, all_rows, len(names)) if order.are_interleaved else range(index * size, (index + 1) * size)
         for expert in range(num_experts):
@@ -199,13 +202,6 @@ def each_expert(info: TensorInfo, module: str, kind: str, order: StackOrder) -> 
                 part = replace(part, factor=info.factor.rows(range(expert, expert + 1)))
             parts[f"{match[1]}.{expert}.{name}_proj.{kind}"] = part
     return parts
-
-
-def _one_matrix(info: TensorInfo) -> TensorInfo:
-    """Return a stack as one matrix, or as one vector of biases, with the rows of all experts."""
-    num_rows, scales = info.shape[0] * info.shape[1], info.scales
-    scales = None if scales is None else replace(scales, shape=(num_rows, *scales.shape[2:]))
-    return replace(info, shape=(num_rows, *info.shape[2:]), scales=scales)
 
 
 def with_joined_scales(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.weights import StoredWeight, UnreadWeight
 from infer.compute.quantization.ggml_blocks import dequantize, scales_of
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
@@ -303,7 +302,11 @@ def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
     checkpoint = open_checkpoint(model)
     architecture = make_architecture(checkpoint.config)
     stated = stated_tokens(checkpoint)
-    findings = [*_network(checkpoint, architecture)]
+    findings = list[Finding]()
+    try:
+        check_tensors(architecture, checkpoint.tensors)
+    except ModelError as error:
+        findings.append(Finding("network", checkpoint.path.name, str(error), "convert it again from the original"))
     of_ids = [*id_findings(stated, checkpoint.metadata, generates=not architecture.reads_whole_texts)]
     findings += of_ids
     if (embedding := checkpoint.tensors.get(BY_TOKEN[0])) is not None:
@@ -319,13 +322,6 @@ def examine(model: str | Path, on_progress: OnProgress) -> Diagnosis:
     checkpoint.check_unchanged()
     counts = len(checkpoint.tensors), len(stated.texts)
     return Diagnosis(str(checkpoint.path), *counts, (*findings, *of_tensors), tuple(summaries))
-
-
-def _network(checkpoint: Checkpoint, architecture: Architecture) -> Iterator[Finding]:
-    try:
-        check_tensors(architecture, checkpoint.tensors)
-    except ModelError as error:
-        yield Finding("network", checkpoint.path.name, str(error), "convert it again from the original")
 
 
 def unused_ids(checkpoint: Checkpoint, stated: StatedTokens, markers: frozenset[str]) -> frozenset[int]:

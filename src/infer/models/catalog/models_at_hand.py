@@ -79,15 +79,13 @@ def _opened(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
     `parts` are those of a package that are not assembled yet. The first part contains the header of the whole.
     """
     config: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
     try:
         if parts:
             file, num_bytes = read_gguf(parts[0], file_size=found.num_bytes), found.num_bytes
-            config, metadata, tensors = config_from_gguf(file), file.metadata, file.tensors
+            config, weights = config_from_gguf(file), weights_name(file.metadata, file.tensors)
         else:
             checkpoint = open_checkpoint(Path(found.path))
-            config, metadata, tensors = checkpoint.config, checkpoint.metadata, checkpoint.tensors
+            config, weights = checkpoint.config, weights_name(checkpoint.metadata, checkpoint.tensors)
             num_bytes = sum(file.size for file in checkpoint.files)
     except InferError as error:
         return replace(found, problem=" ".join(str(error).split()))
@@ -95,7 +93,7 @@ def _opened(found: ModelAtHand, parts: Sequence[Path]) -> ModelAtHand:
         found,
         num_bytes=num_bytes,
         family=str(config.get("model_type")),
-        weights=weights_name(metadata, tensors),
+        weights=weights,
         context=_context(config),
         generates=_generates(config),
     )

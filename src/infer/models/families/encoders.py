@@ -97,7 +97,7 @@ ENCODERS: dict[str, Family] = {
         | {"global_attn_every_n_layers": "sliding_window_pattern"}
         | {"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
         is_encoder=True,
-        layer_kinds=kinds.windowed_but_every_nth_from_the_first(3),
+        layer_kinds=kinds.windowed_but_every_nth_from_the_first,
         of_kind=_window_of_both_sides,
         rope_settings=ropes.rope_by_kind(160_000.0, 10_000.0, is_flat=True),
         activation_name="hidden_activation",

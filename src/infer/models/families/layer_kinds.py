@@ -52,12 +52,9 @@ def all_windowed_but_every(period: int) -> Kinds:
     return unless_listed(_but_every(period, "sliding_window_pattern"))
 
 
-def windowed_but_every_nth_from_the_first(period: int) -> Kinds:
-    return unless_listed(_but_every(period, "sliding_window_pattern", is_first=True))
-
-
 full_unless_listed = unless_listed(all_full)
 windowed_unless_listed = unless_listed(all_windowed)
+windowed_but_every_nth_from_the_first = unless_listed(_but_every(3, "sliding_window_pattern", is_first=True))
 windowed_but_every_fourth_from_the_first = unless_listed(_by_place(lambda layer, _: SLIDING if layer % 4 else FULL))
 windowed_but_every_nth_from_the_end = unless_listed(
     _by_place(lambda layer, count: SLIDING if (count - 1 - layer) % 4 else FULL)

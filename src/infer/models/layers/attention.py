@@ -73,7 +73,7 @@ class LoadedAttention:
 
 def _qk_norm(attention: Attention, loader: WeightLoader, which: str) -> Norm | None:
     if attention.qk_norm == "head_unweighted":
-        return loader.norm_of_ones(attention.head_dim)
+        return Norm(torch.ones(attention.head_dim, device=loader.backend.device), loader.network.norm_eps)
     if attention.qk_norm == "head_centred":
         heads = range(attention.num_heads if which == "q" else attention.num_kv_heads)
         weights = [loader.vector(f"self_attn.{which}_norm.norms.{head}.weight") for head in heads]
@@ -112,12 +112,9 @@ def _load_qkv(attention: Attention, loader: WeightLoader) -> tuple[Projection, H
     names = [f"self_attn.{which}_proj" for which, _ in attention.projected]
     num_new = attention.num_kv_heads if attention.has_keys else 0
     before_v, before_gate = attention.num_heads + num_new, attention.num_heads + 2 * num_new
-    if loader.group is None:
-        return loader.projection(*names, label="qkv"), heads
-    of_gate = 1 if attention.are_gates_of_heads else dim  # columns of the gates of one head
-    starts = head_starts(attention, loader.group.size)
-    if starts is None:
+    if loader.group is None or (starts := head_starts(attention, loader.group.size)) is None:
         return loader.by_rows(*names, label="qkv"), heads
+    of_gate = 1 if attention.are_gates_of_heads else dim  # columns of the gates of one head
     shares = Shares(loader.group, tuple(dim * start for start in starts))
     first, end = starts[loader.group.rank], starts[loader.group.rank + 1]
     kv_first, kv_end = kv_heads_of(attention, (first, end))

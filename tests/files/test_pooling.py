@@ -15,8 +15,7 @@ from embedding_model import make_qwen3, write_dense, write_modules
 from gguf_files import HIDDEN, random_tensors, write_model
 from infer.errors import ModelError, UnsupportedModelError
 from infer.files import open_checkpoint
-from infer.files.heads.head_files import LayerFiles
-from infer.files.heads.pooling import embedding_from_folder
+from infer.files.heads.pooling import LayerFiles, embedding_from_folder
 from infer.models.pooled_head import load_head
 from refusals import check_refused, refusal
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from infer.errors import ModelFormatError
-from infer.files.heads.head_files import StepFiles, check_head, take_layer
+from infer.files.heads.pooling import StepFiles, check_head, take_layer
 from infer.files.tensors.safetensors import read_safetensors
 from infer.models.pooled_head import Head, load_head
 from refusals import check_refused

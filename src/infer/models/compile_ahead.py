@@ -20,8 +20,14 @@ def make_outline(
 ) -> ModelOutline:
     """Return the outline of a model that is loaded with these settings."""
     load = LoadSettings.of(settings)
-    types, kv_type = loaded_types(architecture, tensors, load), kv_type_of(architecture, tensors, load, settings.cache)
-    return ModelOutline(architecture, types, kv_type, load.precision, settings.experts_memory is not None)
+    kv_type = kv_type_of(architecture, tensors, load, settings.cache)
+    return ModelOutline(
+        architecture,
+        loaded_types(architecture, tensors, load),
+        kv_type,
+        load.precision,
+        settings.experts_memory is not None,
+    )
 
 
 @contextmanager

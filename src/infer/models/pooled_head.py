@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from infer.errors import ModelFormatError
-from infer.files.heads.head_files import ActivationName, HeadFiles, StepFiles
+from infer.files.heads.pooling import ActivationName, HeadFiles, StepFiles
 from infer.files.tensors.lazy_weights import as_float32, read_weight
 from infer.files.tensors.tensor_info import TensorInfo
 

@@ -15,8 +15,7 @@ from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import ModelError
 from infer.files import Checkpoint
 from infer.files.heads.classifier_files import Scale
-from infer.files.heads.head_files import check_head
-from infer.files.heads.pooling import EmbeddingFiles
+from infer.files.heads.pooling import EmbeddingFiles, check_head
 from infer.files.heads.reranker_files import COPY, RERANK_INSTRUCTION, RERANK_PROMPT, RerankerFiles, Row, head_of
 from infer.files.heads.sentence_modules import TextPrompts
 from infer.files.tensors.lazy_weights import read_row

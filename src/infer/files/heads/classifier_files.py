@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.gguf.forms import form_of, form_of_family
 from infer.files.gguf.gguf_values import shortest
-from infer.files.heads.head_files import ActivationName, HeadFiles, LayerFiles, StepFiles, take_layer
+from infer.files.heads.pooling import ActivationName, HeadFiles, LayerFiles, StepFiles, take_layer
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
 

@@ -1,19 +1,71 @@
-"""Files of an embedding model: how the states of a text's tokens become one vector.
+"""Files of an embedding model: how the states of a text's tokens become one vector. Loads no torch.
+
+The steps after the pooling, layers and activations, are also those of classifiers.
 
 A folder has modules of sentence-transformers: `Pooling`, then any number of `Dense`, then perhaps `Normalize`. A GGUF
 file has a pooling type, and perhaps two dense layers.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
+from infer.compute.quantization.ggml_types import FLOAT_TYPES
 from infer.errors import UnsupportedModelError
-from infer.files.heads.head_files import ActivationName, HeadFiles, StepFiles, take_layer
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, SentenceModule, read_modules, vector_size_from_folder
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.outputs import Pooling
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "sigmoid", "silu", "tanh"]
+
+
+@final
+@dataclass(frozen=True)
+class LayerFiles:
+    """The weight and the bias of a dense layer, `[outputs, inputs]`, or with an eps of a layer norm."""
+
+    weight: TensorInfo
+    bias: TensorInfo | None = None
+    eps: float | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.eps is None
+
+
+StepFiles = LayerFiles | ActivationName
+HeadFiles = tuple[StepFiles, ...]
+
+
+def take_layer(tensors: MutableMapping[str, TensorInfo], prefix: str, eps: float | None = None) -> LayerFiles:
+    """Remove the tensors `prefix.weight` and, if present, `prefix.bias`, and return their layer."""
+    return LayerFiles(tensors.pop(f"{prefix}.weight"), tensors.pop(f"{prefix}.bias", None), eps)
+
+
+def check_head(steps: Sequence[StepFiles], size: int) -> int:
+    """Return the size of the vector that the steps compute from a state of `size`.
+
+    Raises ModelFormatError for a wrong shape, and for a tensor type without values.
+    """
+    for step in steps:
+        if isinstance(step, str):
+            continue
+        outputs = step.weight.shape[0] if step.weight.shape else 0
+        _check_shape(step.weight, (max(outputs, 1), size) if step.is_dense else (size,))
+        size = outputs
+        if step.bias is not None:
+            _check_shape(step.bias, (size,))
+    return size
+
+
+def _check_shape(tensor: TensorInfo, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        tensor.fail(f"expected {shape}, got {tensor.shape}")
+    if tensor.type not in FLOAT_TYPES and tensor.path.suffix == ".safetensors":
+        supported = ", ".join(FLOAT_TYPES)
+        tensor.fail(f"expected {supported}, got {tensor.type}")
+
 
 _PREFIX = "pooling_mode_"
 # Names of sentence-transformers: its flags, and its newer `pooling_mode`.

@@ -26,8 +26,7 @@ from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
 from infer.files.gguf.quantised_file import QuantisableModel, SourceTensor
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
-from infer.files.heads.head_files import HeadFiles, LayerFiles
-from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles
+from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles, HeadFiles, LayerFiles
 from infer.files.heads.reranker_files import RANK, RERANK_PROMPT, RerankerFiles
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights

@@ -16,7 +16,7 @@ from infer.models.compile_ahead import make_outline
 from infer.models.draft_plan import plan_draft_bytes
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget, context_length
-from infer.models.memory.memory_estimate import LoadSettings, StoredWeights, largest_types
+from infer.models.memory.memory_estimate import LoadSettings, largest_types
 from infer.models.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes, read_bandwidth
 from infer.system.cores import check_num_threads, default_num_threads

@@ -57,6 +57,12 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "a pattern in not": ({"properties": {"a": {**TEXT, "not": {"pattern": "(?!x)"}}}}, "/properties/a/not ", "look"),
     "depth": (json.loads('{"properties": {"a": ' + '{"items": ' * 70 + "{}" + "}" * 72), "/properties/a ", "deep"),
     "size": ({"properties": {"a": {**TEXT, "pattern": "(?=x)" + "x" * (1 << 20)}}}, "whole schema", "bytes"),
+    "definition": (
+        {"$defs": {"d": {**TEXT, "pattern": r"\bx"}}, "properties": {"a": {"$ref": "#/$defs/d"}}},
+        "/$defs/d/pattern ",
+        "boundaries",
+    ),
+    "no value": ({"properties": {"a": {"enum": []}, "b": TEXT}, "required": ["a"]}, "/properties/a/enum ", "no value"),
     "bad $id": ({"$id": "http://[", "properties": {"a": {"$ref": "http://[/b"}}}, "/properties/a/$ref ", "stay in"),
 }
 

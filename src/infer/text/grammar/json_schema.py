@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, final
 
@@ -39,8 +40,7 @@ class BuiltSchema:
     """A schema in the compiler's form.
 
     `warnings` name the keywords that assert nothing, and the parts that were left out of a schema that is not strict.
-    The latter are only in `omissions` if the schema is of a tool. If not `spells_freely`, no text has an escape `\\u`,
-    which could spell a name that the schema describes as one of the other names.
+    The latter are only in `omissions` if the schema is of a tool.
     """
 
     root: SchemaPart
@@ -49,7 +49,7 @@ class BuiltSchema:
     is_strict: bool
     ignored: tuple[str, ...]
     omissions: Omissions
-    spells_freely: bool
+    is_for_llguidance: bool
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -63,11 +63,19 @@ class BuiltSchema:
         return self.text_of(self.root)
 
     def text_of(self, part: SchemaPart) -> str:
-        found = part.written()
-        if self.definitions:
+        """Return the text of a part, with the definitions that it needs.
+
+        For llguidance no text has an escape `\\u` that could spell a described name as one of the other names.
+        """
+        nodes = nodes_of([part], self.definitions)
+        words, names = {word for node in nodes for word in node}, {node.get("$ref") for node in nodes}
+        spell = partial(_with_other_names, words) if self.is_for_llguidance else _as_it_is
+        found = part.written(spell)
+        if defined := {name: each for name, each in self.definitions.items() if name in names}:
             found = {"allOf": [found]} if isinstance(found, bool) else found
-            found["$defs"] = {name.rpartition("/")[2]: each.written() for name, each in self.definitions.items()}
-        if not (self.spells_freely or isinstance(found, bool)):
+            found["$defs"] = {name.rpartition("/")[2]: each.written(spell) for name, each in defined.items()}
+        is_open = self.is_for_llguidance and any(_has_open_names(spell(node)) for node in nodes)
+        if is_open and not isinstance(found, bool):
             found[ESCAPES] = _SHORT_ESCAPES
         return json.dumps(found)
 
@@ -124,10 +132,7 @@ def build_schema(
             node.clear()
             node["enum"] = []
     definitions = {name: part for name, part in definitions.items() if name not in empty}
-    if keywords is None:
-        _spell_other_names(nodes)
-    spells_freely = keywords is not None or not any(map(_has_open_names, nodes))
-    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions, spells_freely)
+    return BuiltSchema(root, definitions, where, is_strict, tuple(rewriter.ignored), omissions, keywords is None)
 
 
 def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewriter, SchemaPart]:
@@ -136,24 +141,31 @@ def rewrite_schema(text: str, where: str, omissions: Omissions) -> tuple[Rewrite
     raw = _read_of_tool(text, where, omissions) if omissions.is_of_tool else _read(text, where)
     is_strict = not omissions.is_of_tool and _is_strict(raw)
     try:
-        rewriter = Rewriter(raw, None if is_strict else omissions)
+        rewriter = Rewriter(raw, omissions, is_strict=is_strict)
         return rewriter, rewriter.rewrite()
     except RecursionError:
         raise InvalidRequestError(f"{where} at /: nested too deeply when its choices are written out") from None
 
 
-def _spell_other_names(nodes: Iterable[SchemaPart]) -> None:
-    """Let each object's other names match a pattern, because llguidance lets escapes spell its own names a second time.
+def _as_it_is(node: SchemaPart) -> SchemaPart:
+    return node
 
-    A pattern beside a value's schema excludes the own names. No two patterns may meet in one object.
+
+def _with_other_names(words: Set[str], node: SchemaPart) -> SchemaPart:
+    """Return a node whose other names match a pattern, because llguidance lets escapes spell its own names again.
+
+    A pattern beside a value's schema excludes the own names. No two patterns may meet in one object. `words` are the
+    keywords of all nodes.
     """
-    words = {word for node in nodes for word in node}
-    for node in nodes if "patternProperties" not in words else ():
-        other = node.get("additionalProperties", SchemaPart("", {}))
-        if "properties" in node and not (other.is_false or (other and words & {"allOf", "anyOf", "$ref"})):
-            pattern = pattern_without([*node["properties"]] if other else [])
-            if pattern is not None:
-                node["patternProperties"], node["additionalProperties"] = {pattern: other}, false_part("")
+    other = node.get("additionalProperties", SchemaPart("", {}))
+    meets = "patternProperties" in words or (other and not other.is_false and words & {"allOf", "anyOf", "$ref"})
+    if "properties" not in node or other.is_false or meets:
+        return node
+    pattern = pattern_without([*node["properties"]] if other else [])
+    if pattern is None:
+        return node
+    closed = {"patternProperties": {pattern: other}, "additionalProperties": false_part("")}
+    return SchemaPart(node.pointer, {**node, **closed})
 
 
 def _has_open_names(node: SchemaPart) -> bool:
@@ -296,15 +308,10 @@ class SchemaSearch:
         return self._without_property(error)
 
     def _without_property(self, error: SchemaError) -> BuiltSchema:
-        """Reduce the part of a tool that the error is about to its type. Raises the error if that does not help.
-
-        The part is a property, or then the whole schema of an argument.
-        """
+        """Reduce the property of a tool that the error is about to its type. Raises the error if that does not help."""
         parts = (error.pointer or "").split("/")[:3]
-        places = ["/".join(parts)] if len(parts) == 3 and parts[1] == "properties" else []
-        places += [""] if self._grammar.kind == "argument_schema" else []
-        for at in places if self._grammar.is_of_tool else ():
-            self._omissions.wanted[at] = LeftOut(error.problem, keeps_type=True)
+        if self._grammar.is_of_tool and len(parts) == 3 and parts[1] == "properties":
+            self._omissions.wanted["/".join(parts)] = LeftOut(error.problem, keeps_type=True)
             schema = self._tried()
             if isinstance(schema, BuiltSchema):
                 return schema
@@ -327,7 +334,7 @@ class SchemaSearch:
             if len(cuts) > 1:
                 yield cuts, True
         steps = pointer.split("/")
-        for number in range(len(steps), int(self._grammar.kind != "argument_schema"), -1):
+        for number in range(len(steps), 1, -1):
             at, holder = "/".join(steps[:number]), "/".join(steps[: number - 1])
             if isinstance(node := places.get(at), Mapping) and node.get("type") in TYPES:
                 yield {at: LeftOut(problem, keeps_type=True)}, False

@@ -19,7 +19,7 @@ import infer
 from infer.errors import InvalidRequestError, SchemaError
 from infer.system.child_process import MEMORY_BYTES, ChildError, Lane, OverLimitError, limited
 from infer.text.grammar.grammar import Grammar, Source
-from infer.text.grammar.json_schema import ESCAPES, SEARCH_SECONDS, SchemaSearch, build_schema, pointed
+from infer.text.grammar.json_schema import ESCAPES, SEARCH_SECONDS, BuiltSchema, SchemaSearch, build_schema, pointed
 from infer.text.grammar.lark import check_grammar
 from infer.text.grammar.patterns import check_pattern, encoded, without_anchors
 
@@ -105,14 +105,11 @@ MAX_CHOICE_BYTES = 65_536
 
 
 class Read(NamedTuple):
-    """The source of a grammar that a library compiled once. `warnings` name keywords that are not enforced.
-
-    `left_out` are the parts of a tool's schema that are not enforced: their pointers, and the reasons.
-    """
+    """The source of a grammar that a library compiled once. `warnings` name keywords that are not enforced."""
 
     source: Source
     warnings: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...] = ()
+    schema: BuiltSchema | None = None
 
 
 def read_grammar(
@@ -136,8 +133,7 @@ def read_grammar(
 
     if grammar.is_schema:
         schema = SchemaSearch(grammar, keywords, problem_of, search_seconds).run()
-        noted = schema.omissions.noted if grammar.is_of_tool else {}
-        return Read(source_of(Grammar(grammar.kind, schema.text)), schema.warnings, tuple(noted.items()))
+        return Read(source_of(Grammar(grammar.kind, schema.text)), schema.warnings, schema)
     text, warnings = check(grammar, keywords)
     if problem := problem_of(text):
         raise InvalidRequestError(pointed(problem, grammar.where))

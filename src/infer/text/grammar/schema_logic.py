@@ -44,9 +44,9 @@ class SchemaPart(dict[str, Any]):
         """The values of `const` or `enum`, or None without either."""
         return [self["const"]] if "const" in self else self.get("enum")
 
-    def written(self) -> Any:
-        """Return the schema as JSON that every library can read."""
-        return False if self.is_false else self._with_parts(SchemaPart.written) or True
+    def written(self, change: Callable[["SchemaPart"], "SchemaPart"]) -> Any:
+        """Return the schema, with each part changed, as JSON that every library can read."""
+        return False if self.is_false else change(self)._with_parts(lambda part: part.written(change)) or True
 
     def children(self) -> list["SchemaPart"]:
         found: list[SchemaPart] = []

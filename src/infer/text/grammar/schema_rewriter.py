@@ -100,14 +100,14 @@ class _Place(NamedTuple):
 class Rewriter:
     """Rewriter of one schema.
 
-    `definitions` are the parts of reference targets, by reference. `ignored` are the keywords that assert nothing. With
-    `omissions`, a keyword that cannot be enforced is noted there and left out. Without them, such a keyword raises
-    SchemaError.
+    `definitions` are the parts of reference targets, by reference. `ignored` are the keywords that assert nothing. A
+    keyword that cannot be enforced raises SchemaError if the schema `is_strict`. Otherwise it is noted in `omissions`
+    and left out.
     """
 
-    def __init__(self, root: Any, omissions: Omissions | None = None) -> None:
+    def __init__(self, root: Any, omissions: Omissions, *, is_strict: bool) -> None:
         self._references = References(root)
-        self._omissions, self.is_strict = omissions or Omissions(), omissions is None
+        self._omissions, self.is_strict = omissions, is_strict
         self._is_exact = self.is_strict  # True where nothing may be left out
         self.definitions: dict[str, SchemaPart] = {}
         self.ignored: dict[str, None] = {}
@@ -245,7 +245,10 @@ class Rewriter:
             self._check_apart(place.part, branches)
         else:
             self._choices.append((place.part, branches))
-        place.more.append(any_of(at, branches))
+        if "anyOf" in place.raw:
+            place.more.append(any_of(at, branches))
+        else:
+            place.part["anyOf"] = branches
 
     def _not(self, place: _Place, word: str, value: Any) -> None:
         place.more.append(self._logic.negated(self._exact(place, value, word), f"{place.pointer}/{word}"))

@@ -61,8 +61,8 @@ def shortest(clauses: Iterable[Clause]) -> dict[Hashable, int]:
 MAX_SHORTEST = 100_000  # bytes: no context has room for more
 
 
-def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
-    """Return all nodes of the roots, including nested nodes, each once."""
+def nodes_of(roots: Sequence[SchemaPart], definitions: Mapping[str, SchemaPart] | None = None) -> list[SchemaPart]:
+    """Return all nodes of the roots, including nested nodes and the definitions they refer to, each once."""
     found: dict[int, SchemaPart] = {}
     pending = list(roots)
     while pending:
@@ -70,6 +70,7 @@ def nodes_of(roots: Sequence[SchemaPart]) -> list[SchemaPart]:
         if id(node) not in found:
             found[id(node)] = node
             pending += node.children()
+            pending += [definitions[node["$ref"]]] if definitions and "$ref" in node else []
     return list(found.values())
 
 
@@ -80,8 +81,16 @@ def empty_definitions(root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapp
     """
     lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
     if id(root) not in lengths:
+        needed = {
+            id(node["properties"].get(name))
+            for node in nodes
+            if "properties" in node
+            for name in node.get("required", ())
+        }
         impossible = [
-            node.pointer for node in nodes if id(node) not in lengths and not (node.is_false and node.pointer)
+            node.pointer
+            for node in nodes
+            if id(node) not in lengths and (id(node) in needed or not (node.is_false and node.pointer))
         ]
         deepest = max(impossible or [root.pointer], key=lambda pointer: (pointer.count("/"), pointer))
         refuse(deepest, "no value can fulfil it")

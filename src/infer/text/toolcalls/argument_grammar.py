@@ -2,40 +2,21 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from typing import Any, final
 
-from infer.errors import InvalidRequestError, problem_of
+from infer.errors import InvalidRequestError, SchemaError, problem_of
 from infer.system.child_process import LateError, processor_seconds
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar, GrammarKind, Source
-from infer.text.grammar.json_schema import rewrite_schema
-from infer.text.grammar.libraries import Read, Try, read_within
-from infer.text.grammar.patterns import check_pattern, translated, without_anchors
-from infer.text.grammar.schema_rewriter import Omissions
+from infer.text.grammar.json_schema import BuiltSchema, pointed
+from infer.text.grammar.libraries import Read, Try, read_within, schema_source
+from infer.text.grammar.patterns import check_pattern, without_anchors
+from infer.text.grammar.schema_logic import SchemaPart
+from infer.text.grammar.schema_rewriter import ASSERTIONS
 from infer.text.toolcalls.answer_format import is_plain_text, written_value
 from infer.text.toolcalls.formats import ToolCallFormat, spelt
-from infer.text.toolcalls.lark_rules import (
-    ANY_TEXT,
-    BARE_KEYS,
-    LENGTHS,
-    NOT_HELD,
-    NOTES,
-    NUMBER_KEYS,
-    OBJECT_KEYS,
-    PYTHON_KEYS,
-    ROOT,
-    LarkRules,
-    PartsLeftOut,
-    Spot,
-    as_pattern,
-    in_single_quotes,
-    may_differ,
-    of_texts,
-    one_of,
-    required_of,
-    values_of,
-)
+from infer.text.toolcalls.lark_rules import ANY_TEXT, LarkRules, as_pattern, one_of
 from infer.text.toolcalls.tools import Tool
 
 MAX_RULE_BYTES = 16 << 20
@@ -44,26 +25,43 @@ ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a
 _LIBRARY = "llguidance"
 _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "bare": '","'}
+_LENGTHS = frozenset({"minLength", "maxLength"})
+_NUMBER_KEYS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_OBJECT_KEYS = frozenset({"type", "properties", "required", "additionalProperties"})
+_PYTHON_KEYS = _OBJECT_KEYS | {"enum", "const", "anyOf", "items"}
+_TEXT_KEYS = _LENGTHS | {"type", "enum", "const", "format", "pattern"}
+_BARE_KEYS = {  # each with the keywords that may be next to it
+    "anyOf": {"anyOf"},
+    "oneOf": set(),
+    "enum": {"enum", "type"},
+    "const": {"const", "type"},
+    "type": _OBJECT_KEYS
+    | _LENGTHS
+    | _NUMBER_KEYS
+    | {"items", "prefixItems", "minItems", "maxItems", "format", "pattern"},
+}
+_ANYTHING = SchemaPart("/", {})  # no place in a schema
+_XML_NAME = re.compile(r"[\w$@.:/-]+")
+_BARE_SIGNS = re.compile(r"[{}\[\],:]|^$")
 
 
 @final
 class ToolRules:
-    """Reader of tools' schemas as rules of Lark, for this process. Results are cached, up to a size in bytes."""
+    """Reader of tools' schemas, for this process. Results are cached, up to a size in bytes."""
 
     def __init__(self, library: Any, try_: Try, read_seconds: float) -> None:
         """Begin. `read_seconds` limits one schema. `try_` compiles a source and returns the problem, or ""."""
         self._library, self._try, self._read_seconds = library, try_, read_seconds
         self._parts = SizedCache[Read](MAX_RULE_BYTES)
+        self._problems = SizedCache[str](MAX_RULE_BYTES)
         self._ends_at = 0.0
         self._tool_seconds = self._all_seconds = 0.0  # that are left for searches
-        self._left_out: dict[str, Mapping[str, str]] = {}  # of the request's schemas, by their text
         self.warnings: dict[str, None] = {}  # warnings of all grammars
 
     def begin(self, seconds: float) -> None:
         """From now on, let the first trial after `seconds` of processor time (with forks) raise LateError."""
         self._ends_at = processor_seconds() + seconds
         self._tool_seconds = self._all_seconds = ALL_SEARCH_SECONDS
-        self._left_out.clear()
 
     def begin_tool(self) -> bool:
         """Begin with the next tool. Return False if searches in the tools of the request have used up their time."""
@@ -72,48 +70,38 @@ class ToolRules:
 
     def part(self, grammar: Grammar) -> dict[str, Any]:
         """Return a checked and tried grammar, one of several grammars of llguidance. Raises InvalidRequestError."""
-        return _part_of(self._read(grammar))
+        return _part_of(self._read(grammar).source)
 
-    def json_rule(self, schema: Any) -> str:
-        """Return the rule of a schema that is enforced whole. Raises InvalidRequestError."""
-        return self.loose_rule(schema, "json_schema")[0]
+    def schema(self, grammar: Grammar) -> BuiltSchema:
+        """Return a schema that llguidance has compiled. Raises InvalidRequestError."""
+        schema = self._read(grammar).schema
+        assert schema is not None
+        return schema
 
-    def loose_rule(self, schema: Any, kind: GrammarKind) -> tuple[str, Sequence[tuple[str, str]]]:
-        """Return the rule of a schema of this kind, and the parts that are left out. Raises InvalidRequestError."""
-        read = self._read(Grammar(kind, json.dumps(schema)))
-        return f"%json {json.dumps(_part_of(read)['json_schema'])}", read.left_out
+    def json_rule(self, text: str) -> str:
+        """Return the rule of the text of a built schema."""
+        return f"%json {json.dumps(_part_of(schema_source(self._library, text))['json_schema'])}"
 
-    def left_out_of(self, schema: Any) -> Mapping[str, str]:
-        """Return the reasons of the parts of a schema that no grammar can enforce, by pointer."""
-        text = json.dumps(schema)
-        if text not in self._left_out:
-            omissions = Omissions(is_of_tool=True)
-            rewrite_schema(text, "json_schema", omissions)
-            self._left_out[text] = omissions.noted
-        return self._left_out[text]
-
-    def text_pattern(self, pattern: str) -> str:
-        """Return a schema's pattern for a whole text, in the form that Lark has between slashes.
-
-        An anchor at an end applies to all alternatives. Raises InvalidRequestError.
-        """
-        self.json_rule({"type": "string", "pattern": pattern})
-        body = without_anchors(pattern)
-        check_pattern(body, "pattern", allows_anchors=False)
-        found = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", translated(body), flags=re.DOTALL)
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if pattern.removeprefix("^") != body else "(.|\\n)*"
-        return f"{before}({found})".replace("\n", "\\n") + after
+    def problem_of(self, text: str) -> str:
+        """Return the problem of the text of a built schema, or ""."""
+        self._check_time()
+        try:
+            source = schema_source(self._library, text)
+            return self._problems.get_or_make(text, lambda: self._tried(source), lambda _: len(text))
+        except ValueError as error:  # the library's error about the text, before it compiles
+            return str(error)
 
     def _read(self, grammar: Grammar) -> Read:
         if (read := self._parts.get(grammar)) is None:
-            if processor_seconds() > self._ends_at:
-                raise LateError
+            self._check_time()
             read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
-            texts = [grammar.text, read.source.text, *read.warnings, *(text for each in read.left_out for text in each)]
-            self._parts.put(grammar, read, sum(map(len, texts)))
+            self._parts.put(grammar, read, sum(map(len, [grammar.text, read.source.text, *read.warnings])))
         self.warnings |= dict.fromkeys(read.warnings)
         return read
+
+    def _check_time(self) -> None:
+        if processor_seconds() > self._ends_at:
+            raise LateError
 
     def _tried(self, source: Source) -> str:
         """Try a source, and count the time if it has a problem."""
@@ -125,15 +113,15 @@ class ToolRules:
         return problem
 
 
-def _part_of(read: Read) -> dict[str, Any]:
-    text = read.source.text
+def _part_of(source: Source) -> dict[str, Any]:
+    text = source.text
     part: dict[str, Any] = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
     return part
 
 
 @final
 class ArgumentGrammar:
-    """Rules of the arguments of one tool in one format, which are added to `lark`. `schemas` compiles the schemas.
+    """Rules of the arguments of one tool in one format, which are added to `lark`. `schemas` reads the schema.
 
     If the tool is not strict, parts that cannot be enforced are left out. `left_out` has the reasons by pointer.
     """
@@ -141,36 +129,29 @@ class ArgumentGrammar:
     def __init__(self, form: ToolCallFormat, lark: LarkRules, schemas: ToolRules, tool: Tool) -> None:
         self._form, self._lark, self._schemas, self._tool = form, lark, schemas, tool
         self._literal = lark.literal
-        self._parts = PartsLeftOut(is_strict=tool.is_strict)
-        self.left_out = self._parts.problems
+        self.left_out: dict[str, str] = {}
 
     def rule(self, name: str) -> str:
         """Return the rule of the tool's arguments. `name` begins the names of its parts.
 
         Raises InvalidRequestError if the schema cannot be enforced.
         """
+        is_json = self._form.syntax == "json"
         parameters = self._of_object()
-        if self._form.syntax == "json":
-            closed = {} if set(parameters) - OBJECT_KEYS else {"additionalProperties": False}
-            first = {} if self._tool.is_strict else parameters  # keywords are named in their own order
-            return self._json_rule(ROOT, {**first, **closed, **parameters})
-        if self._form.syntax == "bare":
-            self._json_rule(ROOT, parameters)  # it refuses values that are not schemas
-        elif not self._tool.is_strict:
-            self.left_out.update(self._schemas.left_out_of(parameters))
-        parameters = self._parts.rest(ROOT, parameters)
-        for word in sorted(set(parameters) - OBJECT_KEYS):
-            problem = f"{word} cannot be enforced in the tool format {self._form.name}: leave it out"
-            self._parts.note(ROOT, problem, word)
-        required, each = required_of(parameters), list[tuple[str, bool]]()
-        shared = {word: parameters[word] for word in ("$defs", "definitions") if word in parameters}
-        for key, schema in parameters.get("properties", {}).items():
-            spot = ROOT.member(key)
-            if self._parts.can_name(spot, self._form):
-                schema = self._parts.rest(spot, schema)
-                schema = {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
-                each.append((self._argument(spot, schema), key in required))
-        return self._lark.in_order(name, each, _SEPARATORS[self._form.syntax])
+        if is_json and not (ASSERTIONS & parameters.keys()) - _OBJECT_KEYS:
+            parameters = {**parameters, "additionalProperties": parameters.get("additionalProperties", False)}
+        kind: GrammarKind = "tool_schema" if is_json else "argument_schema"
+        self._schema = self._schemas.schema(
+            Grammar("json_schema" if self._tool.is_strict else kind, json.dumps(parameters))
+        )
+        self.left_out |= self._schema.omissions.noted
+        if "" in self.left_out:
+            raise InvalidRequestError(self.left_out[""])
+        root = self._schema.root
+        if is_json:
+            return self._schemas.json_rule(self._schema.text)
+        self._allow(root, _OBJECT_KEYS)
+        return self._members(name, root, self._argument)
 
     def _of_object(self) -> Mapping[str, Any]:
         """Return the parameters as the schema of an object."""
@@ -178,122 +159,157 @@ class ArgumentGrammar:
         kind = parameters.get("type")
         if self._tool.is_strict or kind == "object":
             return parameters
-        self._parts.note(ROOT, f"arguments must be an object, got {kind!r:.40}", "type")
+        self.left_out["/type"] = f"arguments must be an object, got {kind!r:.40}"
         anything = {} if parameters.get("properties") else {"additionalProperties": True}
         return {**parameters, "type": "object", **anything}
 
-    def _json_rule(self, spot: Spot, schema: Any) -> str:
-        """Return the rule of a schema's values as JSON."""
+    def _leave_out(self, part: SchemaPart, problem: str, word: str = "") -> None:
+        """Leave out a part, or a keyword of it. Raises SchemaError for a strict tool."""
         if self._tool.is_strict:
-            return self._schemas.json_rule(schema)
-        try:
-            kind: GrammarKind = "tool_schema" if self._form.syntax == "json" else "argument_schema"
-            rule, parts = self._schemas.loose_rule(schema, kind)
-        except InvalidRequestError as error:
-            if spot == ROOT:
-                raise
-            self._parts.note(spot, problem_of(error))
-            return self._schemas.json_rule({})
-        if spot == ROOT and (whole := dict(parts).get("")) is not None:
-            raise InvalidRequestError(whole)
-        for pointer, problem in parts:  # a definition next to an argument's schema is one of the tool
-            is_shared = pointer.startswith(("/$defs/", "/definitions/"))
-            self._parts.note(ROOT if is_shared else spot, problem, pointer[1:])
-        return rule
+            raise SchemaError(problem, part.pointer)
+        self.left_out.setdefault(f"{part.pointer}/{word}" if word else part.pointer, problem)
 
-    def _argument(self, spot: Spot, schema: Any) -> str:
+    def _given(self, part: SchemaPart) -> dict[str, Any]:
+        """Return the keywords of a part as they were given, without those that assert nothing or are left out.
+
+        A `oneOf` that is left out stays, because its branches are still enforced as those of `anyOf`.
+        """
+        raw = self._schema.omissions.places.get(part.pointer)
+        if part.pointer in self.left_out or not isinstance(raw, Mapping):
+            return {}
+        gone = {word for word in raw if word != "oneOf" and f"{part.pointer}/{word}" in self.left_out}
+        return {word: raw[word] for word in raw if word in ASSERTIONS and word not in gone}
+
+    def _allow(self, part: SchemaPart, allowed: Set[str], kind: str = "") -> None:
+        """Leave out the other keywords of a part."""
+        problem = f"cannot be enforced in the tool format {self._form.name}: leave it out"
+        if part.pointer:
+            problem = f"of {kind}{_name_of(part)} cannot be enforced in this tool format: leave it out"
+        for word in sorted(self._given(part).keys() - allowed):
+            self._leave_out(part, f"{word} {problem}", word)
+
+    def _members(self, name: str, part: SchemaPart, rule_of: Callable[[str, SchemaPart], str]) -> str:
+        """Return the rule of an object's members in their order, without those that the format cannot name."""
+        required, is_argument = part.get("required", ()), not part.pointer
+        members = [
+            (rule_of(key, inner), key in required)
+            for key, inner in part.get("properties", {}).items()
+            if (self._form.syntax == "python" and not is_argument) or self._can_name(key, inner)
+        ]
+        return self._lark.in_order(name, members, _SEPARATORS[self._form.syntax])
+
+    def _can_name(self, name: str, part: SchemaPart) -> bool:
+        """Return True if the format can write the name of an argument or a member. Otherwise leave it out."""
+        match self._form.syntax:
+            case "bare":
+                is_name = not (_BARE_SIGNS.search(name) or self._form.quote in name)
+            case "xml":
+                is_name = bool(_XML_NAME.fullmatch(name))
+            case _:
+                is_name = name.isidentifier()
+        if not is_name:
+            self._leave_out(part, f"the tool format {self._form.name} cannot name {name!r:.80}: rename it")
+        return is_name
+
+    def _argument(self, name: str, part: SchemaPart) -> str:
         match self._form.syntax:
             case "python":
-                return f"{json.dumps(spot.name + '=')} {self._python(spot, schema)}"
+                return f"{json.dumps(name + '=')} {self._python(part)}"
             case "bare":
-                return f"{json.dumps(spot.name + ':')} {self._bare(spot, schema)}"
-        return self._parameter(spot, schema)
-
-    def _parameter(self, spot: Spot, schema: Any) -> str:
+                return f"{json.dumps(name + ':')} {self._bare(part)}"
         before_key, after_key, after_value = self._form.around_argument
-        opened, closed = self._literal(before_key + spot.name + after_key), self._literal(after_value)
-        if not is_plain_text(self._tool.properties.get(spot.name)):
-            return f"{opened} {self._json_rule(spot, schema)} {closed}"
-        if (values := values_of(schema)) is not None:
-            return f"{opened} {one_of(spelt(value) for value in values)} {closed}"
-        return f"{opened} {self._plain_text(spot, schema, after_value)}"
+        opened, closed = self._literal(before_key + name + after_key), self._literal(after_value)
+        if not is_plain_text(self._tool.properties.get(name)):
+            return f"{opened} {self._json(part)} {closed}"
+        if part.constants is not None:
+            return f"{opened} {one_of(map(spelt, part.constants))} {closed}"
+        self._allow(part, _TEXT_KEYS, "the text ")
+        return f"{opened} {self._plain_text(part, after_value)}"
 
-    def _plain_text(self, spot: Spot, schema: Mapping[str, Any], closed: str) -> str:
+    def _json(self, part: SchemaPart) -> str:
+        """Return the rule of a part's values as JSON. If no value fulfils it, only its type is left."""
+        text = self._schema.text_of(part)
+        problem = "no value can fulfil it" if part.is_false else self._schemas.problem_of(text)
+        if problem:
+            self._leave_out(part, pointed(problem, "")[2:])
+            text = json.dumps({"type": part.types})
+        return self._schemas.json_rule(text)
+
+    def _plain_text(self, part: SchemaPart, closed: str) -> str:
         """Return a rule for any text that the schema allows, up to and including the first such literal."""
-        schema = self._parts.allowed(spot, schema, NOT_HELD | {"type", "format", "pattern", *LENGTHS}, "the text ")
         number, end = self._lark.next_number(), "" if self._lark.is_control(closed) else as_pattern(closed)
-        bounds = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        bounds = f"{part.get('minLength', 0)},{part.get('maxLength', '')}"
         held = [] if bounds == "0," else [f"(.|\\n){{{bounds}}}"]
-        if pattern := self._text_pattern(spot, schema):
+        if pattern := self._text_pattern(part):
             held.append(pattern)
         limits = [f"/{each}{end}/" for each in held]
         if not end:
             self._lark.rules[f"TEXT_{number}"] = " & ".join([f"/{ANY_TEXT}/", *limits])
-            may_be_empty = not schema.get("minLength") and not pattern
+            may_be_empty = not part.get("minLength") and not pattern
             return f"TEXT_{number}{'?' * may_be_empty} {self._literal(closed)}"
         limits += [f"~/{ANY_TEXT}{end}(.|\\n)+/"] * bool(held)  # the end appears only once
         self._lark.rules[f"text_{number}[lazy]"] = " & ".join([f"/{ANY_TEXT}{end}/", *limits])
         return f"text_{number}"
 
-    def _text_pattern(self, spot: Spot, schema: Mapping[str, Any]) -> str:
-        """Return the schema's pattern, or "" if it has none or if it is left out."""
-        try:
-            return self._schemas.text_pattern(schema["pattern"]) if "pattern" in schema else ""
-        except InvalidRequestError as error:
-            if self._tool.is_strict:
-                raise
-            self._parts.note(spot, problem_of(error), "pattern")
+    def _text_pattern(self, part: SchemaPart) -> str:
+        """Return the pattern of a whole text, in the form that Lark has between slashes, or "" if there is none.
+
+        An anchor at an end applies to all alternatives.
+        """
+        if "pattern" not in self._given(part):
             return ""
+        pattern = part["pattern"]
+        body = without_anchors(pattern)
+        try:
+            check_pattern(body, "pattern", allows_anchors=False)
+        except InvalidRequestError as error:
+            self._leave_out(part, problem_of(error), "pattern")
+            return ""
+        slashed = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", body, flags=re.DOTALL)
+        before = "" if pattern.startswith("^") else ANY_TEXT
+        after = "" if pattern.removeprefix("^") != body else ANY_TEXT
+        return f"{before}({slashed})".replace("\n", "\\n") + after
 
-    def _bare(self, spot: Spot, schema: Any) -> str:
-        """Return the rule of a schema's values in the bare syntax."""
-        schema = self._parts.rest(spot, schema)
-        if schema is False:
-            self._parts.note(spot, f"no value fulfils {spot.name}: leave it out")
-        held = {key: schema[key] for key in schema if key not in NOT_HELD} if isinstance(schema, Mapping) else {}
-        if not held:
+    def _bare(self, part: SchemaPart) -> str:
+        """Return the rule of a part's values in the bare syntax."""
+        if part.is_false:
+            self._leave_out(part, f"no value fulfils {_name_of(part)}: leave it out")
             return self._any_bare()
-        word = next((each for each in ("anyOf", "oneOf", "enum", "const") if each in held), "type")
-        if word == "oneOf":
-            self._parts.note(spot, f"oneOf of {spot.name} cannot be enforced in this tool format: leave it out", word)
-        held = self._parts.allowed(spot, held, BARE_KEYS.get(word, {word}))
-        if (values := values_of(held)) is not None:
-            return one_of(self._literal(written_value(value, self._form.quote)) for value in values)
-        if word in ("anyOf", "oneOf"):
-            return one_of(self._bare(spot.inner(word, index), each) for index, each in enumerate(schema[word]))
-        match held.get("type"):
-            case list(kinds):
-                return one_of(self._bare_of(kind, spot, held) for kind in kinds)
-            case None:
-                if held:
-                    only = next(iter(held)) if len(held) == 1 else ""
-                    self._parts.note(spot, f"{spot.name} needs a type in this tool format", only)
-                return self._any_bare()
-            case kind:
-                return self._bare_of(kind, spot, held)
+        word = next((each for each in _BARE_KEYS if each in self._given(part)), "type")
+        self._allow(part, _BARE_KEYS[word])
+        if part.constants is not None:
+            return one_of(self._literal(written_value(value, self._form.quote)) for value in part.constants)
+        if word in ("anyOf", "oneOf") and "anyOf" in part:
+            return one_of(map(self._bare, part["anyOf"]))
+        if "type" in part:
+            return one_of(self._bare_of(kind, part) for kind in part.types)
+        if given := self._given(part):
+            only = next(iter(given)) if len(given) == 1 else ""
+            self._leave_out(part, f"{_name_of(part)} needs a type in this tool format", only)
+        return self._any_bare()
 
-    def _bare_of(self, kind: str, spot: Spot, schema: Mapping[str, Any]) -> str:
-        """Return the rule of a schema's values of one type."""
+    def _bare_of(self, kind: str, part: SchemaPart) -> str:
+        """Return the rule of a part's values of one type."""
         match kind:
             case "string":
-                return f"{self._literal(self._form.quote)} {self._plain_text(spot, of_texts(schema), self._form.quote)}"
+                return f"{self._literal(self._form.quote)} {self._plain_text(part, self._form.quote)}"
             case "array":
-                return self._bare_array(spot, schema)
+                return self._bare_array(part)
             case "object":
-                return self._bare_object(spot, schema)
-        return self._json_rule(spot, {"type": kind} | {key: schema[key] for key in schema if key in NUMBER_KEYS})
+                return self._bare_object(part)
+        numbers = {word: part[word] for word in part if word in _NUMBER_KEYS}
+        return self._json(SchemaPart(part.pointer, {"type": kind, **numbers}))
 
-    def _bare_array(self, spot: Spot, schema: Mapping[str, Any]) -> str:
-        least, most, items = schema.get("minItems", 0), schema.get("maxItems"), schema.get("items", {})
-        if parts := schema.get("prefixItems"):
-            if items is False and least == len(parts):
-                inner = enumerate(parts)
-                each = ' "," '.join(self._bare(spot.inner("prefixItems", index), part) for index, part in inner)
+    def _bare_array(self, part: SchemaPart) -> str:
+        least, most, items = part.get("minItems", 0), part.get("maxItems"), part.get("items", _ANYTHING)
+        if first := part.get("prefixItems"):
+            if items.is_false and least == len(first):
+                each = ' "," '.join(map(self._bare, first))
                 return f'"[" {each} "]"'
-            problem = f"prefixItems of {spot.name} need items: false and minItems: {len(parts)} here"
-            self._parts.note(spot, problem, "prefixItems")
-            items = {}
-        return '"[]"' if most == 0 else self._list(self._bare(spot.inner("items"), items), least, most)
+            problem = f"prefixItems of {_name_of(part)} need items: false and minItems: {len(first)} here"
+            self._leave_out(part, problem, "prefixItems")
+            items = _ANYTHING
+        return '"[]"' if most == 0 else self._list(self._bare(items), least, most)
 
     def _list(self, item: str, least: int = 0, most: int | None = None) -> str:
         """Return the rule of a list of at least one possible item."""
@@ -303,24 +319,19 @@ class ArgumentGrammar:
         others = "" if most == 1 else f"({_SEPARATORS[self._form.syntax]} {rule}){{{bounds}}}"
         return f'"[" ({rule} {others}){"" if least else "?"} "]"'
 
-    def _object(self, each: Sequence[tuple[str, bool]]) -> str:
-        """Return the rule of an object. The second of a member is True if it is required."""
-        members = self._lark.in_order(f"object_{self._lark.next_number()}", each, _SEPARATORS[self._form.syntax])
-        return f'"{{" {members} "}}"'
+    def _object(self, part: SchemaPart, rule_of: Callable[[str, SchemaPart], str]) -> str:
+        """Return the rule of an object with named members only."""
+        return f'"{{" {self._members(f"object_{self._lark.next_number()}", part, rule_of)} "}}"'
 
-    def _bare_object(self, spot: Spot, schema: Mapping[str, Any]) -> str:
+    def _bare_object(self, part: SchemaPart) -> str:
         """Return the rule of an object. If members are named, no others are allowed; otherwise any member is."""
-        members, more = schema.get("properties", {}), schema.get("additionalProperties", True)
-        required, each = required_of(schema), list[tuple[str, bool]]()
-        if absent := sorted(set(required) - set(members)):
-            self._parts.note(spot, f"{absent[0]} of {spot.name} is required: add it to the properties", "required")
-        if not members and more is not False:
-            return self._bare_members(self._bare(spot.inner("additionalProperties"), more))
-        for key, inner in members.items():
-            at = spot.member(key)
-            if self._parts.can_name(at, self._form):
-                each.append((f"{spelt(key + ':')} {self._bare(at, inner)}", key in required))
-        return self._object(each)
+        members, more = part.get("properties", {}), part.get("additionalProperties", _ANYTHING)
+        if absent := sorted(set(part.get("required", ())) - set(members)):
+            problem = f"{absent[0]} of {_name_of(part)} is required: add it to the properties"
+            self._leave_out(part, problem, "required")
+        if not members and not more.is_false:
+            return self._bare_members(self._bare(more))
+        return self._object(part, lambda name, inner: f"{spelt(name + ':')} {self._bare(inner)}")
 
     def _bare_members(self, value: str) -> str:
         """Return the rule of an object with any members of this value."""
@@ -331,41 +342,60 @@ class ArgumentGrammar:
     def _any_bare(self) -> str:
         if "any_value" not in self._lark.rules:
             self._lark.rules["any_value"] = ""
-            text = f"{self._literal(self._form.quote)} {self._plain_text(ROOT, {}, self._form.quote)}"
-            plain = self._schemas.json_rule({"type": ["number", "boolean", "null"]})
+            text = f"{self._literal(self._form.quote)} {self._plain_text(_ANYTHING, self._form.quote)}"
+            plain = self._schemas.json_rule('{"type": ["number", "boolean", "null"]}')
             items = '"[" (any_value ("," any_value)*)? "]"'
             self._lark.rules["any_value"] = f"{text} | {plain} | {items} | {self._bare_members('any_value')}"
         return "any_value"
 
-    def _python(self, spot: Spot, schema: Any) -> str:
-        """Return the rule of a schema's values as Python writes them.
+    def _python(self, part: SchemaPart) -> str:
+        """Return the rule of a part's values as Python writes them.
 
         They are written as JSON if nothing differs, or if the schema has keywords that are not supported here. Texts
         may also have single quotes.
         """
-        schema = self._parts.rest(spot, schema)
-        if not may_differ(schema) or set(schema) - NOTES - PYTHON_KEYS:
-            return self._json_rule(spot, schema)
-        if (values := values_of(schema)) is not None:
-            written = [text for value in values for text in (written_value(value), *in_single_quotes(value))]
-            return one_of(spelt(text) for text in written)
-        if "anyOf" in schema:
-            return one_of(self._python(spot.inner("anyOf", index), each) for index, each in enumerate(schema["anyOf"]))
-        match schema.get("type"):
+        given = self._given(part)
+        if not _may_differ(part) or given.keys() - _PYTHON_KEYS:
+            return self._json(part)
+        if part.constants is not None:
+            written = [text for value in part.constants for text in (written_value(value), *_in_single_quotes(value))]
+            return one_of(map(spelt, written))
+        if "anyOf" in part:
+            return one_of(map(self._python, part["anyOf"]))
+        match part.get("type"):
             case list(kinds):
-                return one_of(self._python(spot, {**schema, "type": kind}) for kind in kinds)
+                return one_of(self._python(SchemaPart(part.pointer, {**part, "type": kind})) for kind in kinds)
             case "string":
                 self._lark.rules["QUOTED"] = _SINGLE_QUOTED
-                return f"({self._json_rule(spot, schema)} | QUOTED)"
+                return f"({self._json(part)} | QUOTED)"
             case "boolean":
                 return '("True" | "False")'
             case "null":
                 return '"None"'
-            case "array" if "items" in schema:
-                return self._list(self._python(spot.inner("items"), schema["items"]))
-            case "object" if schema.get("properties") and not schema.get("additionalProperties"):
-                required, members = required_of(schema), schema["properties"].items()
-                rules = {key: self._python(spot.member(key), inner) for key, inner in members}
-                named = ((key, f"{self._literal(f'{written_value(key)}: ')} {rule}") for key, rule in rules.items())
-                return self._object([(rule, key in required) for key, rule in named])
-        return self._json_rule(spot, schema)
+            case "array" if "items" in part:
+                return self._list(self._python(part["items"]))
+            case "object" if part.get("properties") and not given.get("additionalProperties"):
+                return self._object(part, self._python_member)
+        return self._json(part)
+
+    def _python_member(self, name: str, part: SchemaPart) -> str:
+        return f"{self._literal(f'{written_value(name)}: ')} {self._python(part)}"
+
+
+def _name_of(part: SchemaPart) -> str:
+    return part.pointer.rpartition("/properties/")[2].partition("/")[0]
+
+
+def _may_differ(part: SchemaPart) -> bool:
+    """Return True if Python and JSON may write a value differently: a word, or a text, which may have single quotes."""
+    if part.constants is not None:
+        return any(_in_single_quotes(value) or type(value) not in (str, int, float) for value in part.constants)
+    if part.get("type") == "array":
+        return "items" in part and _may_differ(part["items"])
+    return part.get("type") not in ("integer", "number")
+
+
+def _in_single_quotes(value: Any) -> list[str]:
+    """Return the text in single quotes, or [] if it is not a text or needs an escape there."""
+    is_simple = isinstance(value, str) and spelt(value) == f'"{value}"' and "'" not in value
+    return [f"'{value}'"] if is_simple else []

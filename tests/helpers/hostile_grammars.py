@@ -11,7 +11,7 @@ import numpy as np
 
 from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 
 Hostile = tuple[str, str, Any]
 STORED = Path(__file__).parents[1] / "data" / "hostile-grammars.json"
@@ -143,7 +143,7 @@ def all_hostile() -> list[Hostile]:
 def main(backend: str, folder: str) -> None:
     """Print the result of each grammar as a line of JSON, then the memory used in MiB. Tests run it as a program."""
     tokenizer = Tokenizer.from_folder(Path(folder))
-    compiler = make_compiler(tokenizer, backend=backend)
+    compiler = Compiler(tokenizer, backend=backend)
     mask = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
     compiler.compile(Grammar("regex", "a"))  # the memory of the libraries themselves is not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -44,7 +44,7 @@ from infer.models.transformer import Transformer
 from infer.outputs import GenerationResult, TokenLogprob
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import grammar_of
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from looping import loop_of, open_stream
 from recompute import RecomputeRunner, make_request
 from steps import join
@@ -124,7 +124,7 @@ def finish_world(folder: Path) -> World:
     write_byte_tokenizer(folder, merges=MERGES)
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
-    return World(model, tokenizer, make_compiler(tokenizer), folder)
+    return World(model, tokenizer, Compiler(tokenizer), folder)
 
 
 @dataclass(frozen=True)

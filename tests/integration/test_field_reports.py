@@ -19,7 +19,7 @@ from infer import LLM, Tokenizer
 from infer.errors import InvalidRequestError, ModelError
 from infer.serving.protocols import bodies
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.templates.chat_template import ChatTemplate
 from refusals import check_refused
 from served import Served, serving
@@ -58,7 +58,7 @@ def servers(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(folder)
-    return make_compiler(Tokenizer.from_folder(folder), 300)
+    return Compiler(Tokenizer.from_folder(folder), 300)
 
 
 def value_at(answer: Any, path: str) -> Any:

@@ -16,7 +16,7 @@ from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
 from infer.files import open_checkpoint
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from test_tool_formats import allows, marked, parsed
 from watched import script_command
 
@@ -94,7 +94,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
     pytest.importorskip(request.param)
-    return make_compiler(tokenizer, VOCAB_SIZE, backend=request.param)
+    return Compiler(tokenizer, VOCAB_SIZE, backend=request.param)
 
 
 def test_texts_of_random_schemas_parse_and_validate(compiler: Compiler, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ from byte_tokenizer import EOS, write_byte_tokenizer
 from infer import Tokenizer
 from infer.serving.protocols.structural_tags import StructuralTagFormat, lark_of
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from served import Served
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -45,7 +45,7 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiler, xgram
     write_byte_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"))
     vocabulary = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
     read = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[EOS])
-    return make_compiler(Tokenizer.from_folder(folder)), xgrammar.GrammarCompiler(read)
+    return Compiler(Tokenizer.from_folder(folder)), xgrammar.GrammarCompiler(read)
 
 
 @pytest.mark.slow(cases=15)

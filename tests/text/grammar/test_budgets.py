@@ -18,7 +18,7 @@ from infer.errors import ConstraintError
 from infer.system.child_process import MOST_PROCESSES, Lane, asking_for
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.libraries import trial_lane, try_grammar
 from looping import beside, in_threads
 from programs import Programs
@@ -53,7 +53,7 @@ def served(llm: LLM) -> Iterator[Served]:
 
 @pytest.fixture
 def compiler(llm: LLM) -> Compiler:
-    return make_compiler(llm.tokenizer, VOCAB_SIZE)
+    return Compiler(llm.tokenizer, VOCAB_SIZE)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_a_compiler_forgets_the_grammar_not_used_for_longest(llm: LLM, monkeypat
 
     monkeypatch.setattr("infer.text.grammar.grammar_compiler.try_grammar", counted)
     monkeypatch.setattr("infer.text.grammar.grammar_compiler.MAX_COMPILED_BYTES", 70_000)
-    compiler = make_compiler(llm.tokenizer, VOCAB_SIZE)
+    compiler = Compiler(llm.tokenizer, VOCAB_SIZE)
     for text in ("a", "b", "a", "c", "a", "b"):
         compiler.compile(Grammar("regex", text))
     assert tried == ["a", "b", "c", "b"]

@@ -19,7 +19,7 @@ from constraint_walks import allowed_ids, schema_text, walk
 from infer import InvalidRequestError, SamplingParams, Tokenizer
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.patterns import without_anchors
 from infer.text.grammar.shortest import Clause, shortest
 from looping import beside, in_threads
@@ -70,7 +70,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
 def compiler(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Compiler:
     pytest.importorskip(request.param)
-    return make_compiler(tokenizer, MODEL_VOCAB, backend=request.param)
+    return Compiler(tokenizer, MODEL_VOCAB, backend=request.param)
 
 
 def compile_regex(compiler: Compiler, pattern: str) -> Constraint:
@@ -82,7 +82,7 @@ def test_a_grammar_that_the_cache_has_forgotten_is_not_compiled_again(
 ) -> None:
     """The engine begins an answer again on its own thread, which may not wait for a compilation."""
     monkeypatch.setattr("infer.text.grammar.grammar_compiler.MAX_COMPILED_BYTES", 0)
-    make = make_compiler(tokenizer, MODEL_VOCAB).maker(Grammar("regex", "[ab]*"))
+    make = Compiler(tokenizer, MODEL_VOCAB).maker(Grammar("regex", "[ab]*"))
     monkeypatch.setattr("infer.text.grammar.grammar_compiler.try_grammar", None)
     assert allowed_ids(make(), MODEL_VOCAB) == allowed_ids(make(), MODEL_VOCAB)
 
@@ -189,7 +189,7 @@ def test_a_tokenizer_without_an_end_is_done_by_the_text(tmp_path: Path, compiler
     (tmp_path / "tokenizer_config.json").write_text("{}")
     without = Tokenizer.from_folder(tmp_path)
     assert not without.eos_token_ids
-    constraint = compile_regex(make_compiler(without, backend=compiler.backend), "a[bc]")
+    constraint = compile_regex(Compiler(without, backend=compiler.backend), "a[bc]")
     assert constraint.accept(list(b"ab")) == 2
     assert constraint.done
 
@@ -323,7 +323,7 @@ def test_a_refusal_points_into_the_grammar(compiler: Compiler, kind: str, text: 
 
 def test_a_backend_that_is_unknown_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequestError, match="llguidance, xgrammar"):
-        make_compiler(tokenizer, backend="outlines")
+        Compiler(tokenizer, backend="outlines")
 
 
 def test_parameters_name_their_grammar() -> None:

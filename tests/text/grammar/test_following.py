@@ -18,7 +18,7 @@ from infer import GenerationResult, SamplingParams, Tokenizer
 from infer.errors import ConstraintError, InvalidRequestError
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, GrammarKind, Source
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.libraries import llguidance_follow
 from path_cases import EOS, VOCAB_SIZE, Case, Outcome, Way, World, constraint_of, run_alone, run_batch
 from refusals import check_refused
@@ -33,7 +33,7 @@ def compilers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(folder, merges=[("a", "b"), ("b", "a"), ("ba", "r"), ("x", "y")])
     tokenizer = Tokenizer.from_folder(folder)
-    return [make_compiler(tokenizer, vocab_size, backend=request.param) for vocab_size in VOCABS]
+    return [Compiler(tokenizer, vocab_size, backend=request.param) for vocab_size in VOCABS]
 
 
 def place(constraint: Constraint, vocab_size: int) -> tuple[list[int], list[int], bool]:
@@ -209,7 +209,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Compiler:
-    return make_compiler(tokenizer, 300)
+    return Compiler(tokenizer, 300)
 
 
 def words(count: int, seed: int) -> list[str]:

@@ -17,7 +17,7 @@ from byte_tokenizer import EOS, write_byte_tokenizer
 from constraint_walks import walk
 from infer import InvalidRequestError, Tokenizer
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.json_schema import build_schema
 from infer.text.grammar.patterns import pattern_without, translated
 
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Compiler:
-    return make_compiler(tokenizer, 300)
+    return Compiler(tokenizer, 300)
 
 
 def orders_of(value: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from infer.outputs import ReasoningDelta, ToolCall, assembled
 from infer.serving.protocols.events import call_values
 from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
 from infer.text.grammar.grammar import Grammar
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.toolcalls import formats
 from infer.text.toolcalls.answer_format import AnswerFormat, Calls, written_arguments
 from infer.text.toolcalls.formats import FORMATS, REASONING_FORMATS, ToolCallFormat, in_vocabulary
@@ -61,7 +61,7 @@ def make_tokenizer(folder: Path, controls: Sequence[str], template: str = "") ->
 
 @cache
 def compiler_of(tokenizer: Tokenizer) -> Compiler:
-    return make_compiler(tokenizer)
+    return Compiler(tokenizer)
 
 
 def answer_format(

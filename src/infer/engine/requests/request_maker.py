@@ -38,7 +38,7 @@ from infer.system.child_process import asking_for
 from infer.system.sized_cache import SizedCache
 from infer.text.grammar.constraint import Budget, BudgetConstraint, Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
-from infer.text.grammar.grammar_compiler import Compiler, make_compiler
+from infer.text.grammar.grammar_compiler import Compiler
 from infer.text.grammar.libraries import ask_trial
 from infer.text.toolcalls.answer_format import AnswerFormat
 from infer.text.toolcalls.tools import Tool, anything_for, with_values
@@ -78,7 +78,7 @@ class RequestMaker:
         self._least_with_checkpoints = RECENT_PAGES * checkpoint_tokens  # one step keeps all states of shorter prompts
         self.limits, self._sampling_defaults = limits, facts.sampling_defaults
         self._tokenizer = tokenizer = facts.tokenizer
-        self._compiler = make_compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
+        self._compiler = Compiler(tokenizer, limits.vocab_size, backend=grammar_backend)
         self._formats = FormatPreparer(self._compiler)
         self._probes = TemplateProbes(tokenizer)
         self.warns = True  # False for a server, which reports warnings in its answers

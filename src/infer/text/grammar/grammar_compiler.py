@@ -34,12 +34,15 @@ class _Compiled(NamedTuple):
 
 @final
 class Compiler:
-    """Compiler of grammars for one tokenizer and model.
+    """Compiler of grammars for one tokenizer and model. It loads nothing before the first grammar.
 
-    It is safe to share between threads. Other threads run during a compilation.
+    It is safe to share between threads. Other threads run during a compilation. If the model has more ids than the
+    tokenizer, `vocab_size` is the model's. The additional ids are never allowed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None, backend: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> None:
+        if backend not in BACKENDS:
+            raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.backend = backend
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -123,16 +126,6 @@ class Compiler:
             vocabulary = Vocabulary(self._tokenizer, self._vocab_size)
             self._loaded = BACKENDS[self.backend](vocabulary), vocabulary
         return self._loaded
-
-
-def make_compiler(tokenizer: Tokenizer, vocab_size: int | None = None, *, backend: str = "llguidance") -> Compiler:
-    """Return a compiler. It loads nothing before the first grammar.
-
-    If the model has more ids than the tokenizer, `vocab_size` is the model's. The additional ids are never allowed.
-    """
-    if backend not in BACKENDS:
-        raise InvalidRequestError(f"the grammar backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    return Compiler(tokenizer, vocab_size, backend)
 
 
 def _key(asked: Hashable) -> bytes:

@@ -81,12 +81,7 @@ def empty_definitions(root: SchemaPart, nodes: Sequence[SchemaPart], built: Mapp
     """
     lengths = shortest([clause for node in nodes for clause in _clauses(node, built)])
     if id(root) not in lengths:
-        needed = {
-            id(node["properties"].get(name))
-            for node in nodes
-            if "properties" in node
-            for name in node.get("required", ())
-        }
+        needed = {part for node in nodes for part in _of_object(node)[1]}
         impossible = [
             node.pointer
             for node in nodes

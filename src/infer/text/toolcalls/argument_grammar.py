@@ -22,6 +22,7 @@ from infer.text.toolcalls.tools import Tool
 MAX_RULE_BYTES = 16 << 20
 SEARCH_SECONDS = 1.0  # processor seconds for the searches in one tool
 ALL_SEARCH_SECONDS = 4.0  # processor seconds for the searches in all tools of a request
+_BYTES_PER_CHARACTER = 20  # memory of a schema that was read
 _LIBRARY = "llguidance"
 _SINGLE_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\nrt])*'/"""
 _SEPARATORS = {"python": '", "', "xml": '""', "bare": '","'}
@@ -95,7 +96,7 @@ class ToolRules:
         if (read := self._parts.get(grammar)) is None:
             self._check_time()
             read = read_within(self._library, _LIBRARY, self._tried, grammar, self._read_seconds, self._tool_seconds)
-            self._parts.put(grammar, read, sum(map(len, [grammar.text, read.source.text, *read.warnings])))
+            self._parts.put(grammar, read, _BYTES_PER_CHARACTER * len(grammar.text) + len(read.source.text))
         self.warnings |= dict.fromkeys(read.warnings)
         return read
 
@@ -141,17 +142,15 @@ class ArgumentGrammar:
         if is_json and not (ASSERTIONS & parameters.keys()) - _OBJECT_KEYS:
             parameters = {**parameters, "additionalProperties": parameters.get("additionalProperties", False)}
         kind: GrammarKind = "tool_schema" if is_json else "argument_schema"
-        self._schema = self._schemas.schema(
-            Grammar("json_schema" if self._tool.is_strict else kind, json.dumps(parameters))
-        )
+        kind = "json_schema" if self._tool.is_strict else kind
+        self._schema = self._schemas.schema(Grammar(kind, json.dumps(parameters)))
         self.left_out |= self._schema.omissions.noted
         if "" in self.left_out:
             raise InvalidRequestError(self.left_out[""])
-        root = self._schema.root
         if is_json:
             return self._schemas.json_rule(self._schema.text)
-        self._allow(root, _OBJECT_KEYS)
-        return self._members(name, root, self._argument)
+        self._allow(self._schema.root, _OBJECT_KEYS)
+        return self._members(name, self._schema.root, self._argument)
 
     def _of_object(self) -> Mapping[str, Any]:
         """Return the parameters as the schema of an object."""
@@ -177,8 +176,8 @@ class ArgumentGrammar:
         raw = self._schema.omissions.places.get(part.pointer)
         if part.pointer in self.left_out or not isinstance(raw, Mapping):
             return {}
-        gone = {word for word in raw if word != "oneOf" and f"{part.pointer}/{word}" in self.left_out}
-        return {word: raw[word] for word in raw if word in ASSERTIONS and word not in gone}
+        gone = {word for word in raw if f"{part.pointer}/{word}" in self.left_out} - {"oneOf"}
+        return {word: value for word, value in raw.items() if word in ASSERTIONS - gone}
 
     def _allow(self, part: SchemaPart, allowed: Set[str], kind: str = "") -> None:
         """Leave out the other keywords of a part."""
@@ -216,7 +215,7 @@ class ArgumentGrammar:
             case "python":
                 return f"{json.dumps(name + '=')} {self._python(part)}"
             case "bare":
-                return f"{json.dumps(name + ':')} {self._bare(part)}"
+                return f"{spelt(name + ':')} {self._bare(part)}"
         before_key, after_key, after_value = self._form.around_argument
         opened, closed = self._literal(before_key + name + after_key), self._literal(after_value)
         if not is_plain_text(self._tool.properties.get(name)):
@@ -331,7 +330,7 @@ class ArgumentGrammar:
             self._leave_out(part, problem, "required")
         if not members and not more.is_false:
             return self._bare_members(self._bare(more))
-        return self._object(part, lambda name, inner: f"{spelt(name + ':')} {self._bare(inner)}")
+        return self._object(part, self._argument)
 
     def _bare_members(self, value: str) -> str:
         """Return the rule of an object with any members of this value."""

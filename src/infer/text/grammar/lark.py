@@ -48,13 +48,13 @@ class _Rule(NamedTuple):
     body: list[_Token]
 
 
-def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "grammar") -> tuple[str, tuple[str, ...]]:
+def check_grammar(text: str, keywords: Set[str] | None = None) -> tuple[str, tuple[str, ...]]:
     """Return the grammar with schemas after %json in the compiler's form, and warnings of keywords not enforced.
 
     Raises InvalidRequestError that gives line and column, from 1.
     """
-    check_size(text, where, "grammar", MAX_BYTES)
-    checker = _Checker(text, keywords, where)
+    check_size(text, "grammar", "grammar", MAX_BYTES)
+    checker = _Checker(text, keywords)
     checker.check()
     parts, at = [], 0
     for start, end, schema in checker.schemas:
@@ -64,10 +64,9 @@ def check_grammar(text: str, keywords: Set[str] | None = None, where: str = "gra
 
 
 class _Checker:
-    def __init__(self, text: str, keywords: Set[str] | None, where: str) -> None:
+    def __init__(self, text: str, keywords: Set[str] | None) -> None:
         self._text = text
         self._keywords = keywords
-        self._where = where
         self.schemas: list[tuple[int, int, str]] = []  # start, end and new text of each
         self.warnings: list[str] = []
         self._lines = [0, *(match.end() for match in re.finditer("\n", text))]
@@ -84,9 +83,9 @@ class _Checker:
             else:
                 rules[rule.name] = rule
         if "start" not in rules:
-            raise InvalidRequestError(f"{self._where}: there is no rule 'start'")
+            raise InvalidRequestError("grammar: there is no rule 'start'")
         if len(rules) > MAX_RULES:
-            raise InvalidRequestError(f"{self._where}: a grammar must have at most {MAX_RULES} rules, got {len(rules)}")
+            raise InvalidRequestError(f"grammar: a grammar must have at most {MAX_RULES} rules, got {len(rules)}")
         self._check_ends(rules, imported)
 
     def _tokens(self) -> Iterator[_Token]:
@@ -215,7 +214,7 @@ class _Checker:
 
     def _place(self, at: int) -> str:
         line = bisect_right(self._lines, at)
-        return f"{self._where}, line {line}, column {at - self._lines[line - 1] + 1}"
+        return f"grammar, line {line}, column {at - self._lines[line - 1] + 1}"
 
     def _error(self, at: int, problem: str) -> InvalidRequestError:
         return InvalidRequestError(f"{self._place(at)}: {problem}")

@@ -53,18 +53,13 @@ class _NoCallError(Exception):
 
 @final
 class BareCallParser(Parser):
-    """Parser of one answer: the parts of `make_inner`'s parser, with the calls that are in its text."""
+    """Parser of one answer: the parts of `AnswerParser`, with the calls that are in its text."""
 
-    def __init__(
-        self,
-        form: AnswerFormat,
-        id_of: Callable[[int], str],
-        make_inner: Callable[[AnswerFormat, Callable[[int], str]], Parser],
-    ) -> None:
+    def __init__(self, form: AnswerFormat, id_of: Callable[[int], str]) -> None:
         super().__init__(form, id_of)
         assert form.calls is not None
         self._names, self._is_parallel = {tool.name for tool in form.calls.tools}, form.calls.is_parallel
-        self._inner = make_inner(form, id_of)
+        self._inner = AnswerParser(form, id_of)
         self._is_after_text = False  # True if text, and no call, is before the held text
         self._is_in_fence = False  # True between two fences that are text
         self._has_own_calls = False  # True once the model's own format was used
@@ -198,7 +193,7 @@ def make_parser(form: AnswerFormat, id_of: Callable[[int], str], *, is_held: boo
     if form.reasoning is not None and form.reasoning.body:
         return ChannelParser(form, id_of)
     if form.calls is not None and form.calls.kind == "auto" and not is_held:
-        return BareCallParser(form, id_of, AnswerParser)
+        return BareCallParser(form, id_of)
     return AnswerParser(form, id_of)
 
 
@@ -257,13 +252,10 @@ class AnswerParser(Parser):
 
     def _start(self, opening: str) -> Reading[None]:
         """Read the start of an answer that may begin with reasoning."""
-        while not (rest := self._held.lstrip(SPACES)).startswith(opening):
-            if not opening.startswith(rest):
-                return
-            yield
-        if not self._form.is_apart:
-            self._text += self._held[: len(self._held) - len(rest)] + opening
-        self._held, self._part = rest[len(opening) :], "reasoning"
+        if (yield from self._begins_with([opening])):
+            before, _, self._held = self._held.partition(opening)
+            self._text += "" if self._form.is_apart else before + opening
+            self._part = "reasoning"
 
     def _until_closing(self) -> Reading[bool]:
         """Read reasoning. Return True if a call ends it."""
@@ -301,6 +293,7 @@ class AnswerParser(Parser):
         """Read text. Return True if a call ends it, and False if reasoning does."""
         calls = self._form.allowed_calls
         if calls is not None and not calls.form.trigger and (yield from self._begins_with(calls.beginnings)):
+            self._held = self._held.lstrip(SPACES)
             return True
         trigger = "" if calls is None else calls.form.trigger
         while True:
@@ -319,15 +312,12 @@ class AnswerParser(Parser):
                     return False
 
     def _begins_with(self, beginnings: Sequence[str]) -> Reading[bool]:
-        """Return True if a text follows that begins so. Spaces before it are dropped."""
-        while True:
-            rest = self._held.lstrip(SPACES)
-            if any(map(rest.startswith, beginnings)):
-                self._held = rest
-                return True
+        """Return True if a text follows that begins so, perhaps after spaces."""
+        while not (rest := self._held.lstrip(SPACES)).startswith((*beginnings,)):
             if not any(each.startswith(rest) for each in beginnings):
                 return False
             yield
+        return True
 
     def _calls(self) -> Reading[None]:
         assert self._form.calls is not None

@@ -85,12 +85,14 @@ class ToolRules:
 
     def problem_of(self, text: str) -> str:
         """Return the problem of the text of a built schema, or ""."""
-        self._check_time()
-        try:
-            source = schema_source(self._library, text)
-            return self._problems.get_or_make(text, lambda: self._tried(source), lambda _: len(text))
-        except ValueError as error:  # the library's error about the text, before it compiles
-            return str(error)
+        if (problem := self._problems.get(text)) is None:
+            self._check_time()
+            try:
+                problem = self._tried(schema_source(self._library, text))
+            except ValueError as error:  # the library's error about the text, before it compiles
+                problem = str(error)
+            self._problems.put(text, problem, len(text))
+        return problem
 
     def _read(self, grammar: Grammar) -> Read:
         if (read := self._parts.get(grammar)) is None:
@@ -141,8 +143,7 @@ class ArgumentGrammar:
         parameters = self._of_object()
         if is_json and not (ASSERTIONS & parameters.keys()) - _OBJECT_KEYS:
             parameters = {**parameters, "additionalProperties": parameters.get("additionalProperties", False)}
-        kind: GrammarKind = "tool_schema" if is_json else "argument_schema"
-        kind = "json_schema" if self._tool.is_strict else kind
+        kind: GrammarKind = "json_schema" if self._tool.is_strict else "tool_schema" if is_json else "argument_schema"
         self._schema = self._schemas.schema(Grammar(kind, json.dumps(parameters)))
         self.left_out |= self._schema.omissions.noted
         if "" in self.left_out:
@@ -199,13 +200,10 @@ class ArgumentGrammar:
 
     def _can_name(self, name: str, part: SchemaPart) -> bool:
         """Return True if the format can write the name of an argument or a member. Otherwise leave it out."""
-        match self._form.syntax:
-            case "bare":
-                is_name = not (_BARE_SIGNS.search(name) or self._form.quote in name)
-            case "xml":
-                is_name = bool(_XML_NAME.fullmatch(name))
-            case _:
-                is_name = name.isidentifier()
+        if self._form.syntax == "bare":
+            is_name = not (_BARE_SIGNS.search(name) or self._form.quote in name)
+        else:
+            is_name = bool(_XML_NAME.fullmatch(name)) if self._form.syntax == "xml" else name.isidentifier()
         if not is_name:
             self._leave_out(part, f"the tool format {self._form.name} cannot name {name!r:.80}: rename it")
         return is_name

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import final
 
@@ -16,7 +16,7 @@ from infer.serving.distributed.router import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.connection import call_of
 from infer.serving.server.endpoint import ApiRequest, ApiRoute, read_apart
-from infer.serving.server.process import Life, ServerProcess
+from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes.status import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
@@ -33,16 +33,8 @@ def run_replicas(state: ServerState, listener: socket.socket, commands: Sequence
     """
     with locked_folder("infer-front-") as folder:
         replicas = Replicas(commands, folder, state.settings.watchdog_seconds, partial(follow, state))
-        life = Life(replicas.start, state.has_failed.wait, replicas.terminate)
-        return asyncio.run(serve_front(ServerProcess(state, listener, Front(replicas).table), life, replicas.kill))
-
-
-async def serve_front(server: ServerProcess, life: Life, kill: Callable[[], None]) -> int:
-    """Serve until the server has drained, kill the processes that are left, and return the exit status."""
-    try:
-        return await server.run(life)
-    finally:
-        kill()
+        life = Life(replicas.start, on_drain=replicas.terminate, on_end=replicas.kill)
+        return run_process(state, listener, Front(replicas).table, life)
 
 
 def follow(state: ServerState, replicas: Replicas) -> None:

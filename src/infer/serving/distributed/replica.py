@@ -25,6 +25,7 @@ from typing import final
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange, GoneError, ReplicaFailedError, connected
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
+from infer.serving.server.server_state import Changes
 from infer.system.child_process import end_after_parent
 
 log = logging.getLogger("infer.server")
@@ -246,8 +247,7 @@ def _signal(process: asyncio.subprocess.Process | None, number: int) -> None:
 class Replicas:
     """For the event loop only. `commands` start the replicas, whose sockets are in `folder`.
 
-    `on_change` is called when the first replica becomes ready, when the last one is lost, and when none can start. A
-    single replica has a spare process.
+    `on_change` is called when a replica changes, and when none can start. A single replica has a spare process.
     """
 
     def __init__(
@@ -264,12 +264,11 @@ class Replicas:
             for index, command in enumerate(commands)
         ]
         self._queued = {replica.name: 0.0 for replica in self._replicas}  # queued tokens per replica
-        self._is_any_ready, self._is_settled = asyncio.Event(), asyncio.Event()
-        self._lives = list[asyncio.Task[None]]()
+        self._changes, self._lives = Changes(), list[asyncio.Task[None]]()
 
     @property
     def is_ready(self) -> bool:
-        return self._is_any_ready.is_set()
+        return any(each.is_ready for each in self._replicas)
 
     @property
     def are_several(self) -> bool:
@@ -278,7 +277,9 @@ class Replicas:
     async def start(self) -> None:
         """Start the replicas, and return when one is ready or `failure` has the reason why none can start."""
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
-        await self._is_settled.wait()
+        for life in self._lives:
+            life.add_done_callback(lambda _: self._changes.announce())
+        await self._changes.until(lambda: self.is_ready or any(life.done() for life in self._lives))
 
     @asynccontextmanager
     async def exchange(self, prompt: RoutedPrompt) -> AsyncIterator[Exchange]:
@@ -286,8 +287,8 @@ class Replicas:
 
         Raises GoneError if that replica dies meanwhile.
         """
-        while not (ready := {each.name: each for each in self._choosable()}):
-            await self._is_any_ready.wait()
+        await self._changes.until(self._choosable)
+        ready = {each.name: each for each in self._choosable()}
         name = self._router.choose(prompt, {name: self._queued[name] for name in ready})
         self._router.sent(prompt, name)
         self._queued[name] += prompt.work
@@ -317,12 +318,11 @@ class Replicas:
         while True:
             try:
                 await replica.live(has_spare=not self.are_several)
-                self._is_settled.set()  # even if it was ended before it was ready
                 return
             except (InferError, OSError) as error:
                 if not self.is_ready:
                     self.failure = error
-                    self._settle()
+                    self._on_change(self)
                     return
                 log.error("replica %s: %s", replica.name, error)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -338,15 +338,5 @@ class Replicas:
         for each in self._replicas:
             if each.hangs and each not in self._choosable():
                 each.drop_requests()
-        if any(each.is_ready for each in self._replicas) == self.is_ready:
-            return
-        if self.is_ready:
-            self._is_any_ready.clear()
-            self._on_change(self)
-        else:
-            self._is_any_ready.set()
-            self._settle()
-
-    def _settle(self) -> None:
-        self._is_settled.set()
+        self._changes.announce()
         self._on_change(self)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from infer.errors import InferError
 from infer.serving.distributed.failover import Failover
-from infer.serving.distributed.front import read_body, serve_front
+from infer.serving.distributed.front import read_body
 from infer.serving.distributed.replica import answers_of
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of
@@ -33,7 +33,7 @@ from infer.serving.protocols.ollama.events import (
 )
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRequest, ApiRoute, Handler, json_response, post
-from infer.serving.server.process import Life, ServerProcess
+from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.routes.served_models import (
@@ -65,8 +65,8 @@ def run_shelf(state: ServerState, listener: socket.socket, sources: Sequence[Mod
             else:
                 state.phase = "ready"
 
-        life = Life(load, state.has_failed.wait, shelf.terminate)
-        return asyncio.run(serve_front(ServerProcess(state, listener, ShelfFront(shelf).table), life, shelf.kill))
+        life = Life(load, on_drain=shelf.terminate, on_end=shelf.kill)
+        return run_process(state, listener, ShelfFront(shelf).table, life)
 
 
 class ModelBody(Parameters, kw_only=True):

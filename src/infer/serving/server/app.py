@@ -17,21 +17,30 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import ErrorShape
-from infer.serving.server.connection import CALL, FINGERPRINT_HEADER, Call, call_of
-from infer.serving.server.endpoint import ApiRoute, Endpoint, error_response, refusal_of
-from infer.serving.server.metrics import entry_of
+from infer.serving.server.connection import CALL, FINGERPRINT_HEADER, Call
+from infer.serving.server.endpoint import (
+    ApiRequest,
+    ApiRoute,
+    ClientGoneError,
+    answer_to,
+    error_response,
+    json_response,
+    refusal_of,
+)
+from infer.serving.server.metrics import log_call
 from infer.serving.server.routes import (
     answer_trace,
     ollama,
@@ -45,16 +54,17 @@ from infer.serving.server.routes import (
 from infer.serving.server.routes.openapi import description_routes
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
+from infer.system.child_process import asking_for
 
 _MODULES = (status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files)
 ROUTES = [route for module in _MODULES for route in module.ROUTES]
 ROUTES += description_routes(ROUTES)
-log, server_log = logging.getLogger("infer.access"), logging.getLogger("infer.server")
+log = logging.getLogger("infer.server")
 _MOST_HEADER = 2048  # characters
 _MOST_PATHS = 256  # whose routes are kept
 _CLEAN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ANSWER_HEADERS = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
-
+_Found = Mapping[str, tuple[ApiRoute, dict[str, str]]]  # by method: a route of a path, and the path's parameters
 
 # What to use instead, by the first word of the paths of other servers.
 _ELSEWHERE = {
@@ -137,52 +147,49 @@ def _as_header(warnings: Sequence[str]) -> str:
 
 def count_call(state: ServerState, call: Call) -> None:
     """Log the call, learn from it, and count it. If one of these fails, the others are still done."""
-    for note in (_log, state.learn, state.metrics.count_call):
+    for note in (log_call, state.learn, state.metrics.count_call):
         try:
             note(call)
         except Exception:
-            server_log.exception("request %s cannot be counted", call.id)
-
-
-def _log(call: Call) -> None:
-    if log.isEnabledFor(logging.INFO):
-        log.info(msgspec.json.encode(entry_of(call)).decode())
+            log.exception("request %s cannot be counted", call.id)
 
 
 def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
     """Return the app of the routes, for requests that may enter. The name of a request's key is stored in its call."""
-    rows = [Endpoint(each, state) for each in table]
+    rows = [(compile_path(each.path)[0], each) for each in table]
     guard, find = make_guard(state.settings), lru_cache(_MOST_PATHS)(partial(_find, rows))
 
     async def call_app(scope: Scope, receive: Receive, send: Send) -> None:
-        call = call_of(HTTPConnection(scope))
         path, found = find(scope["path"].removeprefix(scope.get("root_path", "")))
-        row = next((each for each in found if scope["method"] in each.methods), None)
-        try:
-            name = guard(Headers(scope=scope), any(each.route.is_open for each in found))
-            call.key_name = name or call.key_name  # a parent process has found it already
-            if row is None:
-                raise _missing(scope["method"], path, found, rows)
-        except ApiError as error:
-            refusal = refusal_of(error, call, next((each.route.shape for each in found), ErrorShape))
-            await error_response(refusal)(scope, receive, send)
-            return
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogateescape"), "root_path": ""}
-        await row({**scope, "path_params": found[row]}, receive, send)
+        request, routes = ApiRequest(scope, receive, state), [route for route, _ in found.values()]
+        call = request.call
+        try:
+            name = guard(request.headers, any(each.is_open for each in routes))
+            call.key_name = name or call.key_name  # a parent process has found it already
+            if request.method not in found:
+                raise _missing(request.method, path, found, table)
+            route, scope["path_params"] = found[request.method]
+            with asking_for(call.key_name):
+                answer = await answer_to(request, route)
+            response = answer if isinstance(answer, Response) else json_response(answer, call)
+        except (ClientDisconnect, ClientGoneError):
+            call.leave()
+            return
+        except Exception as error:
+            response = error_response(refusal_of(error, call, routes[0].shape if routes else ErrorShape))
+        await response(scope, receive, send)
 
     return call_app
 
 
-def _find(rows: Sequence[Endpoint], path: str) -> tuple[str, dict[Endpoint, dict[str, str]]]:
-    """Return the path of a route that this path means, and the parameters in this path for each row that has it.
-
-    If no row has it, return the path itself.
-    """
+def _find(rows: Sequence[tuple[re.Pattern[str], ApiRoute]], path: str) -> tuple[str, _Found]:
+    """Return the path of a route that this path means, and its routes. If no route has it, return the path itself."""
     path = path.replace("\n", "%0A")  # `$` in a route's pattern also matches before a newline
     for each in _spellings(path):
-        if found := {row: match.groupdict() for row in rows if (match := row.pattern.match(each))}:
-            return each, found
+        if matches := [(route, match.groupdict()) for pattern, route in rows if (match := pattern.match(each))]:
+            return each, {method: found for found in matches for method in found[0].methods}
     return path, {}
 
 
@@ -199,18 +206,18 @@ def _spellings(path: str) -> list[str]:
     return [each for each in found if each != "/" or path == "/"]
 
 
-def _missing(method: str, path: str, found: Iterable[Endpoint], rows: Iterable[Endpoint]) -> ApiError:
+def _missing(method: str, path: str, found: _Found, table: Sequence[ApiRoute]) -> ApiError:
     """Return error 405 if the path has routes of other methods, and 404 otherwise.
 
     The message of 404 names the nearest path, or what to use instead.
     """
-    if allowed := ", ".join(sorted({each for row in found for each in row.methods})):
+    if allowed := ", ".join(sorted(found)):
         message = f"{path} takes {allowed}, not {method}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     steps = [each for each in path.split("/") if each and each != "v1"]
     hint = _ELSEWHERE.get(steps[0]) if steps else None
     if hint is None:
-        known = [row.route.path for row in rows if "{" not in row.route.path]
+        known = [route.path for route in table if "{" not in route.path]
         near = difflib.get_close_matches(path[:200], known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "GET /docs lists the routes"
     return ApiError(404, f"there is no {method} {path:.200} here: {hint}", code="unknown_url")

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from infer.errors import InferError
@@ -32,7 +31,6 @@ from infer.serving.server.connection import CONNECTION, FAILED, Call, call_of, u
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
-from infer.system.child_process import asking_for
 from infer.system.spellings import plain_name
 
 log = logging.getLogger("infer.server")
@@ -77,6 +75,10 @@ class ApiRoute(NamedTuple):
     complete: Complete = as_given
     is_open: bool = False
     shape: type[ErrorShape] = ErrorShape
+
+    @property
+    def methods(self) -> Sequence[str]:
+        return ("GET", "HEAD") if self.method == "GET" else (self.method,)
 
 
 get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
@@ -126,45 +128,23 @@ class ApiRequest(Request):
             return await while_connected(self, self.server.turns.run(self.call.key_name, prepare))
 
 
-@final
-class Endpoint:
-    """A route as an ASGI app. The body is read before the handler is called: `await request.body()` takes no time.
+async def answer_to(request: ApiRequest, route: ApiRoute) -> Any:
+    """Return the answer of a route's handler.
 
-    Paths of the route match its `pattern`.
+    The body is read before the handler is called: `await request.body()` takes no time.
     """
-
-    def __init__(self, route: ApiRoute, state: ServerState) -> None:
-        self.route, self._state = route, state
-        self.pattern = compile_path(route.path)[0]
-        self.methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = ApiRequest(scope, receive, self._state)
-        call = request.call
-        call.route, call.operation = self.route.path, self.route.operation
-        try:
-            with asking_for(call.key_name):
-                answer = await self._handle(request)
-            response = answer if isinstance(answer, Response) else json_response(answer, call)
-        except (ClientDisconnect, ClientGoneError):
-            call.leave()
-            return
-        except Exception as error:
-            response = error_response(refusal_of(error, call, self.route.shape))
-        await response(scope, receive, send)
-
-    async def _handle(self, request: ApiRequest) -> Any:
-        route, call, state = self.route, request.call, self._state
-        body = await receive_body(request, state.settings)
-        if call.num_sent_bytes:
-            call.sent = unpack(body[: call.num_sent_bytes])
-        request._body = body[call.num_sent_bytes :]
-        if route.body is None:
-            return await route.handler(request)
-        state.check_ready()
-        reading = Reading(state.settings.unknown_fields, call.warnings)
-        read = partial(read_body, request._body, route.body, route.complete, reading)
-        return await route.handler(request, await read_apart(read, request._body))
+    call, state = request.call, request.server
+    call.route, call.operation = route.path, route.operation
+    body = await receive_body(request, state.settings)
+    if call.num_sent_bytes:
+        call.sent = unpack(body[: call.num_sent_bytes])
+    request._body = body[call.num_sent_bytes :]
+    if route.body is None:
+        return await route.handler(request)
+    state.check_ready()
+    reading = Reading(state.settings.unknown_fields, call.warnings)
+    read = partial(read_body, request._body, route.body, route.complete, reading)
+    return await route.handler(request, await read_apart(read, request._body))
 
 
 async def read_apart(read: Callable[[], _Found], content: bytes) -> _Found:

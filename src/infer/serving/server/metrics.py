@@ -9,6 +9,7 @@ stalls stops nothing else.
 """
 
 import json
+import logging
 import platform
 import re
 import time
@@ -27,11 +28,14 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any, TextIO, final
 
+import msgspec
+
 import infer
 from infer.engine.step.scheduler import StepTaken
 from infer.outputs import GenerationResult
 from infer.serving.server.connection import Call
 
+log = logging.getLogger("infer.access")
 _GAPS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _WAITS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60)
 _LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -256,8 +260,10 @@ def _settings_families(host: Any) -> Iterator[Any]:
     yield info
 
 
-def entry_of(call: Call) -> dict[str, Any]:
-    """Return the line of a request in the access log."""
+def log_call(call: Call) -> None:
+    """Write the line of a request in the access log."""
+    if not log.isEnabledFor(logging.INFO):
+        return
     entry: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "http.request.method": call.method,
@@ -273,13 +279,13 @@ def entry_of(call: Call) -> dict[str, Any]:
         "infer.disconnect_phase": call.left_in,
     }
     entry |= {name: value for name, value in optional.items() if value}
-    return entry | (_answers(call) if call.sequences else {})
+    if call.results:
+        entry |= _answers(call, call.results)
+    log.info(msgspec.json.encode(entry).decode())
 
 
-def _answers(call: Call) -> dict[str, Any]:
-    results = call.results
-    arrivals = [arrivals[0] for sequence in call.sequences if (arrivals := sequence.timer.arrivals)]
-    began = [sequence.timer.began for sequence in call.sequences if sequence.timer.began is not None]
+def _answers(call: Call, results: Sequence[GenerationResult]) -> dict[str, Any]:
+    timers = [sequence.timer for sequence in call.sequences]
     entry = {
         "gen_ai.operation.name": call.operation,
         "gen_ai.request.model": call.model,
@@ -290,9 +296,9 @@ def _answers(call: Call) -> dict[str, Any]:
     }
     if results[0].disk_tokens:
         entry["infer.usage.disk_read.input_tokens"] = results[0].disk_tokens
-    if began:
+    if began := [timer.began for timer in timers if timer.began is not None]:
         entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
-    if arrivals:
+    if arrivals := [timer.arrivals[0] for timer in timers if timer.arrivals]:
         entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
     return entry
 

@@ -33,7 +33,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.serving.server.app import ROUTES, count_call, make_app
 from infer.serving.server.connection import Connection
 from infer.serving.server.endpoint import ApiRoute
-from infer.serving.server.server_state import ServerState
+from infer.serving.server.server_state import Changes, ServerState
 from infer.serving.server_settings import ServerSettings
 from infer.text.grammar.libraries import trial_lane
 
@@ -144,47 +144,54 @@ def check_certificate(cert: Path, key: Path) -> None:
         raise InvalidRequestError(f"{cert} or {key} cannot be read: {error.strerror}") from error
 
 
-def run_server(
-    state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady, table: Sequence[ApiRoute] = ROUTES
-) -> int:
-    """Serve until a signal ends the server, and return the exit status of the process.
+def run_server(state: ServerState, listener: socket.socket, load: Load, on_ready: OnReady) -> int:
+    """Serve a model until a signal ends the server, and return the exit status of the process.
 
     Raises the server's failure, such as the error that stopped the loading of the model.
     """
-    life = Life(partial(load_model, state, load), state.has_failed.wait, lambda: None)
-    return asyncio.run(ServerProcess(state, listener, table).run(life, on_ready))
+    return run_process(state, listener, ROUTES, Life(partial(load_model, state, load), on_ready))
 
 
 class Life(NamedTuple):
     """The functions that a process runs.
 
-    `load` returns when the state is ready or has failed, and `watch` when it has failed. `on_drain` is called when a
-    signal begins the drain.
+    `load` returns when the state is ready or has failed. `on_drain` is called when a signal begins the drain, and
+    `on_end` at the end.
     """
 
     load: Callable[[], Coroutine[Any, Any, None]]
-    watch: Callable[[], Coroutine[Any, Any, object]]
-    on_drain: Callable[[], None]
+    on_ready: OnReady = lambda state: None
+    on_drain: Callable[[], None] = lambda: None
+    on_end: Callable[[], None] = lambda: None
+
+
+def run_process(state: ServerState, listener: socket.socket, table: Sequence[ApiRoute], life: Life) -> int:
+    """Serve the routes until a signal ends the server, and return the exit status of the process."""
+
+    async def run() -> int:
+        try:
+            return await _ServerProcess(state).run(make_http_server(state, table), listener, life)
+        finally:
+            life.on_end()
+
+    return asyncio.run(run())
 
 
 @final
-class ServerProcess:
-    def __init__(self, state: ServerState, listener: socket.socket, table: Sequence[ApiRoute]) -> None:
-        self._state, self._listener, self._table = state, listener, table
-        self._signals = list[int]()
-        self._signalled = asyncio.Event()
+class _ServerProcess:
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._signals, self._changes = state, list[int](), Changes()
 
-    async def run(self, life: Life, on_ready: OnReady = lambda state: None) -> int:
-        """Serve until a signal ends the server, and return the exit status of the process."""
-        state, server = self._state, make_http_server(self._state, self._table)
+    async def run(self, server: HttpServer, listener: socket.socket, life: Life) -> int:
+        state = self._state
         self._watch_signals()
-        serving = asyncio.create_task(server.serve([self._listener]))
+        serving = asyncio.create_task(server.serve([listener]))
         await server.listening.wait()
         await self._first_of(asyncio.create_task(life.load()))
         if state.phase == "ready":
-            on_ready(state)
+            life.on_ready(state)
             threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
-            await self._first_of(asyncio.create_task(life.watch()))
+            await self._first_of(asyncio.create_task(state.has_failed.wait()))
         if self._signals:
             life.on_drain()
             await self._drain(server)
@@ -211,15 +218,12 @@ class ServerProcess:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal sends several signals
         self._signals.append(number)
-        self._signalled.set()
+        self._changes.announce()
 
     async def _first_of(self, task: "asyncio.Task[Any]", num_signals: int = 1) -> None:
         """Return when the task has ended, or when `num_signals` signals have arrived."""
-        while not task.done() and len(self._signals) < num_signals:
-            self._signalled.clear()
-            waiting = asyncio.create_task(self._signalled.wait())
-            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
+        task.add_done_callback(lambda _: self._changes.announce())
+        await self._changes.until(lambda: task.done() or len(self._signals) >= num_signals)
 
     async def _drain(self, server: HttpServer) -> None:
         """Finish the running answers, refuse the waiting ones, and cancel answers that take too long."""

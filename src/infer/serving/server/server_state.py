@@ -33,6 +33,22 @@ _RETRY_SECONDS = 1.0  # after which a client with too many waiting texts may ret
 
 
 @final
+class Changes:
+    """Lets tasks wait for conditions. The event loop announces each change of the values that a condition reads."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def announce(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def until(self, is_true: Callable[[], object]) -> None:
+        while not is_true():
+            await self._next.wait()
+
+
+@final
 class ServerState:
     """State for the event loop only, with two exceptions.
 

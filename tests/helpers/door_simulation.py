@@ -45,7 +45,7 @@ class DoorSimulation:
     def learn_waits(self) -> None:
         for request in [each for each in self.entries if each.first_token_at is not None]:
             waited = (request.first_token_at or 0.0) - self.taken_at[request]
-            self.door.wait_ratio.learn(self.entries.pop(request).predicted, waited)
+            self.door.learn(self.entries.pop(request).predicted, waited)
 
     def ask(self, request: Request) -> float | None:
         self.learn_waits()

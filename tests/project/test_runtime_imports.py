@@ -47,10 +47,10 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "asyncio": {  # answers for programs that use it, the server and its replicas
         "": ("async_llm", "engine/requests/answer", "engine/requests/loop", "engine/requests/stream"),
         "serving/server/": (
-            *("choices", "endpoint", "connection", "process", "server_state"),
-            *("routes/status", "routes/ollama", "routes/served_models"),
+            *("endpoint", "connection", "process", "server_state"),
+            *("routes/protocols", "routes/status", "routes/ollama", "routes/served_models"),
         ),
-        "serving/distributed/": ("exchange", "front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),
+        "serving/distributed/": ("front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),

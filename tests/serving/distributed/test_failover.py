@@ -23,8 +23,7 @@ from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
 from infer.outputs import Piece
-from infer.serving.distributed.exchange import Exchange, GoneError, ResponseHead
-from infer.serving.distributed.failover import Failover
+from infer.serving.distributed.exchange import Exchange, Failover, GoneError, ResponseHead
 from infer.serving.distributed.front import Front, follow
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPrompt, read_routed, text_keys
@@ -41,7 +40,7 @@ sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from bench_router import by_routers, replica_names, simulate
 
 EVENTS = [b"data: %d\n\n" % number for number in range(4)]
-STREAM, JSON = ([(b"content-type", kind)] for kind in (b"text/event-stream; charset=utf-8", b"application/json"))
+STREAM, JSON = ({b"content-type": kind} for kind in (b"text/event-stream; charset=utf-8", b"application/json"))
 
 
 class Life:
@@ -57,7 +56,7 @@ class Life:
 
     async def head(self, request: bytes) -> ResponseHead:
         headers = STREAM if isinstance(self.content, list) else JSON
-        return ResponseHead(self.status, [*headers, (FINGERPRINT_HEADER.encode(), self.model)])
+        return ResponseHead(self.status, headers | {FINGERPRINT_HEADER.encode(): self.model})
 
     async def body(self) -> bytes:
         assert isinstance(self.content, bytes)
@@ -273,7 +272,7 @@ def test_a_head_is_handed_on_without_the_fields_of_its_connection() -> None:
         return await exchange.head(b""), await exchange.body()
 
     head, body = asyncio.run(ask())
-    assert head == ResponseHead(200, [(b"content-type", b"application/json"), (b"x-request-id", b"1")])
+    assert head == ResponseHead(200, {b"content-type": b"application/json", b"x-request-id": b"1"})
     assert body == b"{}"
 
 

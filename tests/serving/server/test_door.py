@@ -17,7 +17,7 @@ from infer.engine.step.step_costs import Costs, StepCosts
 from infer.outputs import percentile
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import BodyError
-from infer.serving.server.door import Arrival, Door, Load, RemainingWork, WaitingLine, WaitRatio, retry_headers
+from infer.serving.server.door import Arrival, Door, Load, RemainingWork, WaitingLine, retry_headers
 from infer.serving.server.endpoint import text_tokens
 from infer.serving.server_settings import ServerSettings
 from simulation import Machine, Request
@@ -190,8 +190,8 @@ def test_predictions_are_corrected_by_the_waits_of_accepted_requests() -> None:
     entry = door.enter(Arrival("a"), b"", lambda: load_of(busy("a")))  # after about 50 s
     entry.door.leave(entry)
     for _ in range(60):
-        entry.door.wait_ratio.learn(entry.predicted, 72.0)
-    assert 1.3 < door.wait_ratio.value < 1.6
+        door.learn(entry.predicted, 72.0)
+    assert 1.3 < door.wait_ratio < 1.6
     assert enter(door, lambda: load_of(busy("a")), b"new") is not None
     now[0] = 1.0
     assert enter(door, lambda: load_of(busy("a", 30)), b"other") is None
@@ -389,19 +389,19 @@ def test_a_line_has_a_greatest_length() -> None:
 
 
 def test_the_ratio_of_waits_is_the_median_of_the_last_requests() -> None:
-    draw, ratio = random.Random(3), WaitRatio()
+    draw, door = random.Random(3), Door(ServerSettings())
     found = [1.5 * draw.lognormvariate(0, 0.2) * (10 if draw.random() < 0.05 else 1) for _ in range(2000)]
     for each in found:
-        ratio.learn(20.0, 20.0 * each)
-    assert ratio.value == pytest.approx(median(found), rel=0.15)
+        door.learn(20.0, 20.0 * each)
+    assert door.wait_ratio == pytest.approx(median(found), rel=0.15)
     for _ in range(200):
-        ratio.learn(20.0, 20.0)
-    assert ratio.value == pytest.approx(1.0, rel=0.06)
+        door.learn(20.0, 20.0)
+    assert door.wait_ratio == pytest.approx(1.0, rel=0.06)
 
 
 def test_the_ratio_of_waits_has_bounds_and_short_waits_teach_nothing() -> None:
-    ratio = WaitRatio()
+    door = Door(ServerSettings())
     for predicted, waited, expected in ((0.9, 30.0, 1.0), (1.0, 30.0, 4.0), (30.0, 1.0, 0.5)):
         for _ in range(1000):
-            ratio.learn(predicted, waited)
-        assert ratio.value == expected
+            door.learn(predicted, waited)
+        assert door.wait_ratio == expected

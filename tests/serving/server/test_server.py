@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_frees_its_slot(served: Served, llm: LLM, stream
 @pytest.mark.usefixtures("slow_steps")
 def test_a_slow_reader_loses_its_answer_and_then_its_connection(strict: Served, monkeypatch: Any) -> None:
     comment = b":" + bytes(2_000_000) + b"\n"
-    monkeypatch.setattr("infer.serving.server.choices.event", lambda *given: comment + event(*given))
+    monkeypatch.setattr("infer.serving.server.routes.protocols.event", lambda *given: comment + event(*given))
     with Connection(strict.port, receive_bytes=4096) as connection:
         connection.send(slow_request(stream=True))
         until(lambda: bool(strict.state.calls))

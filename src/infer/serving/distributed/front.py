@@ -2,20 +2,19 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.serving.distributed.exchange import Exchanges
-from infer.serving.distributed.failover import Failover
+from infer.serving.distributed.exchange import Exchanges, Failover
 from infer.serving.distributed.replica import Replicas
 from infer.serving.distributed.router import RoutedBody, read_routed
 from infer.serving.server.app import ROUTES
 from infer.serving.server.connection import call_of
-from infer.serving.server.endpoint import ApiRequest, ApiRoute, read_apart
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, Handler, read_apart
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes.status import health, metrics_response, ready
 from infer.serving.server.server_state import ServerState
@@ -54,6 +53,16 @@ async def read_body(request: Request, route: ApiRoute) -> RoutedBody:
     return await read_apart(reading, await request.body())
 
 
+def fronted(own: Mapping[str, Handler], hand_on: Handler) -> list[ApiRoute]:
+    """Return the routes of a process without a model: with its own handlers by path, and `hand_on` for the others."""
+    return [
+        each._replace(handler=own[each.path], operation="")
+        if each.path in own
+        else each._replace(handler=partial(hand_on, route=each), body=None, operation="")
+        for each in ROUTES
+    ]
+
+
 @final
 class Front:
     """The handlers of all routes, in the process that clients talk to."""
@@ -65,9 +74,7 @@ class Front:
     def table(self) -> list[ApiRoute]:
         """The routes. All requests are forwarded, except those to /health, /ready and /metrics."""
         own = {"/health": health, "/ready": self._ready, "/metrics": self._read_metrics}
-        handlers = (own.get(each.path) or partial(self._hand_on, route=each) for each in ROUTES)
-        rows = zip(ROUTES, handlers, strict=True)
-        return [each._replace(handler=handler, body=None, operation="") for each, handler in rows]
+        return fronted(own, self._hand_on)
 
     async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response:
         request.server.check_ready()

@@ -262,7 +262,7 @@ class EngineConnection:
 
 @final
 class Engines:
-    """All engines, as `failover` needs them. They have no names that a client could ask for."""
+    """All engines, as `Failover` needs them. They have no names that a client could ask for."""
 
     are_several = True
 

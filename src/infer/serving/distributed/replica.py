@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import final
 
 from infer.errors import InferError
-from infer.serving.distributed.exchange import Exchange, GoneError, ReplicaFailedError, connected
+from infer.serving.distributed.exchange import Exchange, GoneError, ReplicaFailedError
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.serving.server.server_state import Changes
 from infer.system.child_process import end_after_parent
@@ -116,7 +116,10 @@ class Replica:
         Raises GoneError if the replica dies meanwhile, or if its requests are dropped.
         """
         was_ready, process = self.is_ready, self._process
-        exchange = await connected(self.own.getsockname())
+        try:
+            exchange = Exchange(*await asyncio.open_unix_connection(self.own.getsockname()))
+        except OSError:
+            raise GoneError from None
         self._exchanges.add(exchange)
         try:
             if was_ready and not self.is_ready:
@@ -192,17 +195,13 @@ class Replica:
                     await asyncio.sleep(_NOTICE_SECONDS)
 
     async def _become_ready(self, *, has_spare: bool) -> None:
-        while not await self._says_ready():
+        while (answer := await self.try_get(b"/ready")) is None or answer[0] != 200:
             await asyncio.sleep(_POLL_SECONDS)
         self.is_ready, self._ready_at = True, time.monotonic()
         self._is_settled.set()
         self._on_change(self)
         if has_spare:
             self._spare = await self._spawn()
-
-    async def _says_ready(self) -> bool:
-        answer = await self.try_get(b"/ready")
-        return answer is not None and answer[0] == 200
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Check the replica's health while it is ready and has requests, or hangs.

@@ -30,6 +30,7 @@ from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
 from infer.serving.server.routes.served_models import StatusValue, cached_path
+from infer.serving.server.server_state import Changes
 from infer.serving.server_settings import ServerSettings
 
 _LOOK_SECONDS = 1.0  # between two looks for models
@@ -64,7 +65,7 @@ class Shelf:
         self.models: dict[str, ShelvedModel] = {}
         self._work, self._folder = work, folder
         self._tasks = set[asyncio.Task[None]]()
-        self._changed, self._looking = asyncio.Event(), asyncio.Lock()
+        self._changes, self._looking = Changes(), asyncio.Lock()
         self._looked_at = -math.inf
         self._is_ending = False
         self._add(sources)
@@ -162,7 +163,7 @@ class Shelf:
             phases = {model.phase for model in firsts}
             return "loaded" in phases or "loading" not in phases
 
-        await self._until(is_settled)
+        await self._changes.until(is_settled)
         if firsts and all(model.failure is not None for model in firsts):
             raise InferError(str(firsts[0].failure))
 
@@ -205,12 +206,22 @@ class Shelf:
 
         Raises ApiError if the model cannot be loaded, or is not ready in time.
         """
-        replica, began_at = await self._admit(model, tenant), time.monotonic()
+        await self._check_line(model, tenant)
+        ticket = Ticket(tenant, model.arrive())
+        model.waiting.append(ticket)
+        self._pump()
         try:
-            yield replica
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.max_ttft):
+                    await ticket.is_settled.wait()
+            if not ticket.is_settled.is_set():
+                raise self._told_to_retry(model, ticket)
+            if ticket.failure is not None:
+                raise ApiError(503, str(ticket.failure), code="model_failed")
+            assert model.replica is not None
+            yield model.replica
         finally:
-            model.note_use(tenant)
-            model.end_answer(began_at)
+            model.leave(ticket)
             self._unload_if_idle(model)
             self._pump()
 
@@ -228,9 +239,10 @@ class Shelf:
         if model.is_in_memory:
             model.is_leaving = True
             self._pump()
-            await self._until(lambda: not (model.is_leaving and model.is_in_memory))
+            await self._changes.until(lambda: not (model.is_leaving and model.is_in_memory))
 
-    async def _admit(self, model: ShelvedModel, tenant: str) -> Replica:
+    async def _check_line(self, model: ShelvedModel, tenant: str) -> None:
+        """Raise ApiError if the model cannot be loaded, or if too many requests of the tenant wait for models."""
         model.note_use(tenant)
         try:
             await self._know(model)
@@ -241,20 +253,6 @@ class Shelf:
             message = f"at most {self.settings.max_queue} requests of a key may wait for models: retry later"
             headers = retry_headers(wait_seconds(model, self.models.values()))
             raise ApiError(429, message, code="rate_limit_exceeded", headers=headers)
-        ticket = Ticket(tenant, model.arrive(), asyncio.get_running_loop().create_future())
-        model.waiting.append(ticket)
-        self._pump()
-        try:
-            await asyncio.wait({ticket.admitted}, timeout=self.settings.max_ttft)
-            if not ticket.admitted.done():
-                raise self._told_to_retry(model, ticket)
-            ticket.admitted.result()
-        except BaseException:
-            model.forget(ticket)
-            self._pump()
-            raise
-        assert model.replica is not None
-        return model.replica
 
     def _told_to_retry(self, model: ShelvedModel, ticket: Ticket) -> ApiError:
         """Return the refusal of a request that has waited too long. Its model is loaded all the same."""
@@ -301,8 +299,7 @@ class Shelf:
                 model.settle()
             if model.must_go and model.is_idle:
                 self._begin(model, "unloading", model.unload())
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changes.announce()
 
     def _make_room(self, model: ShelvedModel) -> None:
         """Begin to load the model if its memory is free. Otherwise mark the models that must be unloaded for it.
@@ -356,7 +353,3 @@ class Shelf:
         task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _until(self, is_true: Callable[[], bool]) -> None:
-        while not is_true():
-            await self._changed.wait()

@@ -14,8 +14,8 @@ from typing import final
 from starlette.responses import Response
 
 from infer.errors import InferError
-from infer.serving.distributed.failover import Failover
-from infer.serving.distributed.front import read_body
+from infer.serving.distributed.exchange import Failover
+from infer.serving.distributed.front import fronted, read_body
 from infer.serving.distributed.replica import answers_of
 from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import ModelSource, ShelvedModel, tasks_of
@@ -31,8 +31,8 @@ from infer.serving.protocols.ollama.events import (
     time_text,
     without_prompt,
 )
-from infer.serving.server.app import ROUTES
-from infer.serving.server.endpoint import ApiRequest, ApiRoute, Handler, json_response, post
+from infer.serving.server.app import DESCRIBED
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, json_response, post
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
@@ -40,7 +40,6 @@ from infer.serving.server.routes.served_models import (
     ModelStatus,
     ServedModel,
     ServedModels,
-    abilities_of,
     facts_of,
     served_model,
 )
@@ -87,22 +86,15 @@ class ShelfFront:
 
     @property
     def table(self) -> list[ApiRoute]:
-        own: dict[str, Handler] = {each.path: each.handler for each in _OWN}
-        own |= {"/metrics": self._read_metrics, "/ready": self._ready}
-        own |= {"/v1/models": self._list, "/v1/models/{id:path}": self._show}
-        own |= {"/api/tags": self._tags, "/api/ps": self._running, "/api/show": self._describe, "/api/pull": self._pull}
-        handed_on = [each for each in ROUTES if each.path not in ("/docs", "/openapi.json")]
-        table = [
-            each._replace(handler=own[each.path], operation="")
-            if each.path in own
-            else each._replace(handler=partial(self._hand_on, route=each), body=None, operation="")
-            for each in handed_on
-        ]
         changes = [
             post("/models/load", self._load, "Load a model, and answer when it is ready", ModelBody, ServedModel),
             post("/models/unload", self._unload, "Unload a model after its last answer", ModelBody, ServedModel),
         ]
-        return [*table, *changes, *description_routes([*handed_on, *changes])]
+        own = {each.path: each.handler for each in (*_OWN, *description_routes([*DESCRIBED, *changes]))}
+        own |= {"/metrics": self._read_metrics, "/ready": self._ready}
+        own |= {"/v1/models": self._list, "/v1/models/{id:path}": self._show}
+        own |= {"/api/tags": self._tags, "/api/ps": self._running, "/api/show": self._describe, "/api/pull": self._pull}
+        return [*fronted(own, self._hand_on), *changes]
 
     async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response | OllamaOutput:
         """Forward a request.
@@ -153,19 +145,17 @@ class ShelfFront:
 
     async def _describe(self, request: ApiRequest, body: OllamaModelBody) -> Response:
         model = await self._shelf.named(body.model)
-        context = None if model.plan is None else model.plan.context
-        return ollama.shown_response(model.name, await facts_of(model.source.path), context)
+        return ollama.shown_response(model.name, await facts_of(model.source.path), model.context)
 
     async def _pull(self, request: ApiRequest, body: OllamaModelBody) -> Response:
         return await ollama.pull_unless(request, body, self._shelf.models.keys())
 
     def _loaded(self, model: ShelvedModel) -> LoadedModel:
-        context = None if model.plan is None else model.plan.context
         seconds = self._shelf.idle_seconds_of(model)
         if seconds > MOST_SECONDS:
-            return LoadedModel(model.num_bytes, context)
+            return LoadedModel(model.num_bytes, model.context)
         idle_seconds = time.monotonic() - model.used_at if model.is_idle else 0.0
-        return LoadedModel(model.num_bytes, context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
+        return LoadedModel(model.num_bytes, model.context, time_text(time.time() + max(0.0, seconds - idle_seconds)))
 
     async def _load(self, request: ApiRequest, body: ModelBody) -> ServedModel:
         model = await self._shelf.named(body.model)
@@ -199,13 +189,13 @@ class ShelfFront:
 
 
 async def _shown(model: ShelvedModel, state: ServerState) -> ServedModel:
-    plan, error = model.plan, None if model.failure is None else str(model.failure)
-    found = served_model(state, model.name, root=model.source.path, context=None if plan is None else plan.context)
+    path, plan, error = model.source.path, model.plan, None if model.failure is None else str(model.failure)
+    facts = None if plan is None else await facts_of(path)
+    found = served_model(state, model.name, path, model.context, facts)
     found.status = ModelStatus(model.phase, await _progress(model), error)
     found.is_pinned = model.source.is_pinned
     if plan is not None:
         found.takes, found.memory_bytes = list(plan.takes), plan.num_bytes
-        found.capabilities = abilities_of(await facts_of(model.source.path))
     return found
 
 

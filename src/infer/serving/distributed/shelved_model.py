@@ -16,6 +16,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from infer.errors import InferError
@@ -59,12 +60,16 @@ class ModelPlan(NamedTuple):
     context: int | None = None  # tokens
 
 
-class Ticket(NamedTuple):
-    """A request that waits for its model. `admitted` is done when it may continue."""
+@final
+@dataclass(eq=False)
+class Ticket:
+    """A request for a model, which its client wants since `arrived_at`. It waits until it `is_settled`."""
 
     tenant: str
     arrived_at: float
-    admitted: "asyncio.Future[None]"
+    is_settled: asyncio.Event = field(default_factory=asyncio.Event)
+    admitted_at: float | None = None  # when it may continue
+    failure: Exception | None = None  # the reason why it may not
 
 
 class _Told(NamedTuple):
@@ -104,6 +109,11 @@ class ShelvedModel:
     @property
     def num_bytes(self) -> int:
         return 0 if self.plan is None else self.plan.num_bytes
+
+    @property
+    def context(self) -> int | None:
+        """Its context in tokens, or None before its headers were read."""
+        return None if self.plan is None else self.plan.context
 
     def takes_one_of(self, tasks: Sequence[str]) -> bool:
         """Return True if the model can do one of the tasks, if there are none, or if its headers were not read."""
@@ -148,19 +158,22 @@ class ShelvedModel:
     def settle(self) -> None:
         """Let all waiting requests continue, or refuse them if the model has failed."""
         for ticket in self.waiting:
-            if not ticket.admitted.done() and self.failure is not None:
-                ticket.admitted.set_exception(ApiError(503, str(self.failure), code="model_failed"))
-            elif not ticket.admitted.done():
+            ticket.failure = self.failure
+            if self.failure is None:
+                ticket.admitted_at = time.monotonic()
                 self.num_requests += 1
-                ticket.admitted.set_result(None)
+            ticket.is_settled.set()
         self.waiting.clear()
 
-    def forget(self, ticket: Ticket) -> None:
-        """Drop a request that has left, or cannot be answered."""
+    def leave(self, ticket: Ticket) -> None:
+        """Drop a request that was answered, has left, or cannot be answered."""
         if ticket in self.waiting:
             self.waiting.remove(ticket)
-        elif ticket.admitted.done() and ticket.admitted.exception() is None:
+        elif ticket.admitted_at is not None:
+            self.note_use(ticket.tenant)
             self.num_requests -= 1
+            self.used_at = time.monotonic()
+            self._answer_seconds += _LEARNING * (self.used_at - ticket.admitted_at - self._answer_seconds)
 
     # Its use
 
@@ -188,11 +201,6 @@ class ShelvedModel:
         """Return for how many seconds the model is kept because another tenant has used it."""
         used = [used_at for name, used_at in self._used_at_by_tenant.items() if name != tenant]
         return max(0.0, max(used, default=-math.inf) + _KEPT_SECONDS - time.monotonic())
-
-    def end_answer(self, began_at: float) -> None:
-        self.num_requests -= 1
-        self.used_at = time.monotonic()
-        self._answer_seconds += _LEARNING * (self.used_at - began_at - self._answer_seconds)
 
     # Its process
 

@@ -57,8 +57,8 @@ from infer.serving.server_settings import ServerSettings
 from infer.system.child_process import asking_for
 
 _MODULES = (status, served_models, protocols, retrieval, ollama, tokens, answer_trace, web_files)
-ROUTES = [route for module in _MODULES for route in module.ROUTES]
-ROUTES += description_routes(ROUTES)
+DESCRIBED = [route for module in _MODULES for route in module.ROUTES]
+ROUTES = [*DESCRIBED, *description_routes(DESCRIBED)]
 log = logging.getLogger("infer.server")
 _MOST_HEADER = 2048  # characters
 _MOST_PATHS = 256  # whose routes are kept

@@ -60,7 +60,7 @@ class SentPart(NamedTuple):
 
 
 _note_decoder = msgspec.msgpack.Decoder(SentPart)
-_parts_decoder = msgspec.msgpack.Decoder(list[SentPart])
+pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[SentPart]).decode  # parts, as bytes of a request
 
 
 def note_of(choice: int, pieces: Sequence[Piece]) -> bytes:
@@ -71,14 +71,6 @@ def note_of(choice: int, pieces: Sequence[Piece]) -> bytes:
 
 def read_note(event: bytes) -> SentPart:
     return _note_decoder.decode(base64.b64decode(event[len(NOTE) :]))
-
-
-def pack(parts: Sequence[SentPart]) -> bytes:
-    return msgspec.msgpack.encode(parts)
-
-
-def unpack(packed: bytes) -> list[SentPart]:
-    return _parts_decoder.decode(packed)
 
 
 def given_to(choice: int, parts: Sequence[SentPart]) -> tuple[list[int], list[TokenLogprob]]:

@@ -127,24 +127,6 @@ class Load:
         return reading + num_answer_tokens * self._token_seconds
 
 
-@final
-class WaitRatio:
-    """The ratio of measured to predicted waits for a first token, learnt from the accepted requests.
-
-    The costs contain the time of steps. They contain neither the time between two steps nor requests that arrive later.
-    The ratio stays near the median of the last requests, so a few outliers change little.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0  # measured over predicted seconds
-
-    def learn(self, predicted: float, measured: float) -> None:
-        """Learn from a request that waited for `measured` seconds. `predicted` is in seconds, without this ratio."""
-        if predicted >= _LEAST_SECONDS:
-            changed = self.value * _STEP if measured > predicted * self.value else self.value / _STEP
-            self.value = max(_LEAST, min(changed, _MOST))
-
-
 class Arrival(NamedTuple):
     """The size of a request. `num_answer_tokens` is the limit of each answer, or None if there is no limit."""
 
@@ -246,7 +228,8 @@ class Door:
 
     def __init__(self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
-        self.lengths, self.wait_ratio = MeanLengths(), WaitRatio()
+        self.lengths = MeanLengths()
+        self.wait_ratio = 1.0  # measured over predicted seconds
         self._clock = clock
         self._entries = set[Entry]()
         self._load: Load | None = None
@@ -268,6 +251,18 @@ class Door:
             self._used_until = began + max(_SEEN_SECONDS, (self._clock() - began) / _LOOK_SHARE)
         return self._load
 
+    def learn(self, predicted: float, measured: float) -> None:
+        """Learn the ratio of waits from a request that waited for `measured` seconds for its first token.
+
+        The `predicted` seconds are without this ratio. The costs contain the time of steps. They contain neither the
+        time between two steps nor requests that arrive later. The ratio stays near the median of the last requests, so
+        a few outliers change little.
+        """
+        if predicted >= _LEAST_SECONDS:
+            ratio = self.wait_ratio
+            changed = ratio * _STEP if measured > predicted * ratio else ratio / _STEP
+            self.wait_ratio = max(_LEAST, min(changed, _MOST))
+
     def enter(self, arrival: Arrival, body: bytes, look: Callable[[], Load]) -> Entry:
         """Return the entry that counts the request until its end.
 
@@ -281,7 +276,7 @@ class Door:
         load = self.load(look)
         ahead = load.seconds_ahead(arrival.tenant, arrival.num_prompt_tokens)
         if load.count:
-            self._check(arrival, body, load, self.wait_ratio.value * ahead)
+            self._check(arrival, body, load, self.wait_ratio * ahead)
         own = load.service_seconds(arrival.num_prompt_tokens // arrival.num_prompts, 0.0)
         entry = Entry(self, arrival, ahead + own)
         self._entries.add(entry)
@@ -325,4 +320,4 @@ class Door:
         """Return the number of seconds by which the request delays the tenant's next requests."""
         num_answer_tokens = arrival.num_sequences * self.answer_tokens(arrival)
         service = load.service_seconds(arrival.num_prompt_tokens, num_answer_tokens)
-        return self.wait_ratio.value * load.shared_seconds(arrival.tenant, service)
+        return self.wait_ratio * load.shared_seconds(arrival.tenant, service)

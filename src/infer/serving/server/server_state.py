@@ -7,15 +7,14 @@ takes one core for a second, and one client's texts must not occupy the threads 
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar, final
 
 import infer
-from infer.engine.step.scheduler import StepTaken
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
 from infer.serving.protocols.api_errors import ApiError
@@ -157,7 +156,7 @@ class ServerState:
             self.door.lengths.learn(call.key_name, len(sequence.pieces))
         if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
             waited = arrivals[0] - call.sequences[0].submitted_at
-            self.door.wait_ratio.learn(call.entry.predicted, waited)
+            self.door.learn(call.entry.predicted, waited)
 
     def drain(self) -> None:
         """Accept no more requests. Running answers continue, and waiting ones are cancelled."""
@@ -190,7 +189,8 @@ class ServerState:
                 self.fail(InferError("the model was closed"))
             return
         if host.engine_if_any is not None:
-            self.metrics.count_steps(_taken(host.engine_if_any.scheduler.taken))
+            taken = host.engine_if_any.scheduler.taken  # another thread continues to append steps
+            self.metrics.count_steps(taken.popleft() for _ in range(len(taken)))
         if (failure := host.loop.thread.failure) is not None and self.phase != "failed":
             self.fail(InferError(f"the engine has failed: {type(failure).__name__}"))
 
@@ -208,13 +208,6 @@ class ServerState:
         with suppress(ClosedError):
             return self.loaded and self.loaded.host
         return None
-
-
-def _taken(steps: deque[StepTaken]) -> Iterator[StepTaken]:
-    """Remove and yield the steps, while another thread continues to append steps."""
-    with suppress(IndexError):
-        while True:
-            yield steps.popleft()
 
 
 @final

@@ -35,9 +35,8 @@ from infer.serving.protocols.openai.events import (
     finish_reason_of,
     usage_of,
 )
-from infer.serving.server.choices import accept, served_by
 from infer.serving.server.endpoint import ApiRequest, post, while_connected
-from infer.serving.server.routes.protocols import answering
+from infer.serving.server.routes.protocols import accept, answering, served_by
 
 # Fields of the completions that have no meaning here, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (True,)}

@@ -70,20 +70,17 @@ async def get_model(request: ApiRequest) -> ServedModel:
 
 
 async def _model(state: ServerState, name: str) -> ServedModel:
-    length = None if (loaded := state.loaded) is None else loaded.host.model.max_seq_len
-    found = served_model(state, name, root=state.settings.model, context=length)
-    if loaded is not None:  # headers are not read while the model is loading
-        found.capabilities = abilities_of(await facts_of(state.settings.model_path))
-    return found
+    settings, loaded = state.settings, state.loaded
+    if loaded is None:  # headers are not read while the model is loading
+        return served_model(state, name, settings.model)
+    context = loaded.host.model.max_seq_len
+    return served_model(state, name, settings.model, context, await facts_of(settings.model_path))
 
 
-def abilities_of(facts: ModelFacts | None) -> list[str] | UnsetType:
-    """Return what a model can do, in Ollama's words, if its headers can be read."""
-    return UNSET if facts is None else list(facts.abilities)
-
-
-def served_model(state: ServerState, name: str, *, root: str, context: int | None) -> ServedModel:
-    """Return the entry of a model. `context` is its length in tokens, if known. `root` is the model's first name."""
+def served_model(
+    state: ServerState, name: str, root: str, context: int | None = None, facts: ModelFacts | None = None
+) -> ServedModel:
+    """Return the entry of a model. `root` is its first name. Its context, in tokens, and its facts may be unknown."""
     length = UNSET if context is None else context
     return ServedModel(
         id=name,
@@ -94,6 +91,7 @@ def served_model(state: ServerState, name: str, *, root: str, context: int | Non
         parent=None,
         max_model_len=length,
         context_length=length,
+        capabilities=UNSET if facts is None else list(facts.abilities),
     )
 
 

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from infer.engine.step.snapshot import EngineSnapshot, PoolState, SequenceState
+from infer.serving.distributed.front import ShelfFront
 from infer.serving.distributed.shelf import Shelf
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.protocols.events import Output
 from infer.serving.protocols.foreign import FOREIGN, Foreign
 from infer.serving.server.app import ROUTES
@@ -154,7 +154,7 @@ def metric_rows() -> Iterator[Row]:
         if labels := getattr(family, "_labelnames", ()):
             family.labels(*labels)
         elif label := getattr(family, "_label", ""):
-            family.observe_all([1], label)
+            family.observe(1, label=label)
     text = metrics.text(_some_host(), _IDLE)
     for found in text_string_to_metric_families(text):
         if not found.name.startswith(_FAMILIES_OF_THE_SYSTEM):

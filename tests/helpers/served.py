@@ -13,7 +13,7 @@ import pytest
 from infer import LLM, AsyncLLM
 from infer.serving.server.app import ROUTES
 from infer.serving.server.endpoint import ApiRoute
-from infer.serving.server.process import bind, make_http_server
+from infer.serving.server.process import HttpServer, bind
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 
@@ -69,7 +69,7 @@ def serving(llm: LLM | None, *, table: Sequence[ApiRoute] = ROUTES, **settings: 
     state = ServerState(ServerSettings(port=port, **settings))
     if llm is not None:
         state.become_ready(AsyncLLM(llm))
-    server = make_http_server(state, table)
+    server = HttpServer(state, table)
     server.config.timeout_graceful_shutdown = 1
     loops = SimpleQueue[asyncio.AbstractEventLoop]()
 

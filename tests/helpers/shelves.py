@@ -10,10 +10,10 @@ import pytest
 
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange
+from infer.serving.distributed.front import ShelfFront
 from infer.serving.distributed.replica import Replica
 from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server_settings import ServerSettings
 from served import Served, serving

@@ -13,9 +13,9 @@ from browser import Page, browsing
 from idle import until
 from infer import LLM
 from infer.errors import InferError
+from infer.serving.distributed.front import ShelfFront
 from infer.serving.distributed.router import RoutedPrompt
 from infer.serving.distributed.shelf import Shelf, ShelfWork
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.routes import ollama
 from infer.serving.server_settings import ServerSettings

@@ -50,12 +50,12 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             *("endpoint", "connection", "process", "server_state"),
             *("routes/protocols", "routes/status", "routes/ollama", "routes/served_models"),
         ),
-        "serving/distributed/": ("front", "replica", "shelf", "shelf_front", "shelved_model", "ray_serve"),
+        "serving/distributed/": ("front", "replica", "shelf", "shelved_model", "ray_serve"),
     },
     "socket": {  # those of ranks and of the server's threads are pairs that have no address
         "": (RANKS[0], "cli/commands/serve_command"),
         "serving/server/": ("process", "app"),
-        "serving/distributed/": ("front", "replica", "shelf_front", "shelved_model"),
+        "serving/distributed/": ("front", "replica", "shelved_model"),
     },
 }
 

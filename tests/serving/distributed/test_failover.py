@@ -24,7 +24,7 @@ from infer import LLM
 from infer.compute import ops
 from infer.outputs import Piece
 from infer.serving.distributed.exchange import Exchange, Failover, GoneError, ResponseHead
-from infer.serving.distributed.front import Front, follow
+from infer.serving.distributed.front import Front
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPrompt, read_routed, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
@@ -302,7 +302,7 @@ class Two(NamedTuple):
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Two]:
     state = ServerState(ServerSettings())
-    replicas = Replicas([["a"], ["b"]], tmp_path, 120.0, partial(follow, state))
+    replicas = Replicas([["a"], ["b"]], tmp_path, state)
     yield Two(replicas, state, *(Kept(each, monkeypatch) for each in replicas._replicas))
     replicas.kill()
 

@@ -11,8 +11,7 @@ from cases import cases
 from infer import LLM
 from infer.request_limits import MAX_DEPTH, MAX_DIGITS, MAX_KEYS, MAX_VALUES
 from infer.serving.batch_file.batch_rows import read_row
-from infer.serving.distributed.front import Front
-from infer.serving.distributed.shelf_front import ModelBody
+from infer.serving.distributed.front import Front, ModelBody
 from infer.serving.server.app import ROUTES
 from infer.system.json_limits import JsonLimitError, check_limits
 from raw_http import Answer, Connection, post

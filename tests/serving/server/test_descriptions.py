@@ -20,8 +20,8 @@ from jsonschema import Draft202012Validator
 from infer import LLM
 from infer.cli.commands.server_commands import client_lines
 from infer.cli.subcommands import infer
+from infer.serving.distributed.front import ShelfFront
 from infer.serving.distributed.shelf import Shelf
-from infer.serving.distributed.shelf_front import ShelfFront
 from infer.serving.protocols import api_errors, bodies, events
 from infer.serving.protocols.openai import ask
 from infer.serving.server.app import ROUTES

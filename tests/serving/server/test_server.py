@@ -450,10 +450,9 @@ BOUNDS = (0.0005, 0.25, 1, 131072)
 @given(values=st.lists(st.sampled_from([0.0, *BOUNDS]) | st.floats(0, 1e6), max_size=20))
 def test_a_tally_is_written_as_a_histogram_of_the_same_values(label: str, values: list[float]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = Tally("infer:seconds", "Of a step.", BOUNDS, label)
-    ours.register(tally)
+    tally = Tally(ours, "infer:seconds", "Of a step.", BOUNDS, label)
     histogram = Histogram("infer:seconds", "Of a step.", [label] if label else [], buckets=BOUNDS, registry=theirs)
-    tally.observe_all(values, "decode" if label else "")
+    tally.observe(*values, label="decode" if label else "")
     labelled = histogram.labels("decode") if label else histogram
     for value in values:
         labelled.observe(value)

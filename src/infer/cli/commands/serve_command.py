@@ -26,10 +26,9 @@ from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.find import file_versions
 from infer.models.catalog.header_facts import plan_served
 from infer.models.catalog.models_at_hand import folder_models, names_at_hand
-from infer.serving.distributed.front import run_replicas
+from infer.serving.distributed.front import run_replicas, run_shelf
 from infer.serving.distributed.replica import await_turn
 from infer.serving.distributed.shelf import ShelfWork
-from infer.serving.distributed.shelf_front import run_shelf
 from infer.serving.distributed.shelved_model import ModelPlan, ModelSource
 from infer.serving.server.metrics import LogLines
 from infer.serving.server.process import OnProgress, OnReady, bind, check_certificate, run_server, warmed

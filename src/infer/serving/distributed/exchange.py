@@ -210,26 +210,22 @@ class Failover:
         self._call.is_forwarded = True
         answer = self._answer()
         try:
-            head = await while_connected(self._request, self._begin(answer))
-            if head.is_stream:
+            await while_connected(self._request, anext(answer))
+            assert self._head is not None
+            if self._head.is_stream:
                 response: Response = EventStream(answer, comment_seconds=inf, fail=self._give_up)
             else:
                 response = Response(b"".join([chunk async for chunk in answer]))
         except BaseException as error:
             self._call.is_forwarded = not isinstance(error, ApiError)
             raise
-        response.status_code, response.raw_headers = head.status, [*head.headers.items()]
+        response.status_code, response.raw_headers = self._head.status, [*self._head.headers.items()]
         return response
 
     def _give_up(self, error: ApiError) -> bytes:
         """Return the last bytes of a stream that no replica can continue."""
         self._call.is_forwarded = False
         return self._shape.failure(error)
-
-    async def _begin(self, answer: AsyncGenerator[bytes, None]) -> ResponseHead:
-        await anext(answer)
-        assert self._head is not None
-        return self._head
 
     async def _answer(self) -> AsyncGenerator[bytes, None]:
         """Yield nothing when the head has arrived, then the body as it arrives, from as many replicas as are needed."""

@@ -29,7 +29,7 @@ from infer.serving.distributed.front import Front
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.app import make_app
-from infer.serving.server.process import load_model, make_http_server, warmed
+from infer.serving.server.process import HttpServer, load_model, warmed
 from infer.serving.server.routes.status import is_alive
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings, read_keys
@@ -183,7 +183,7 @@ class RayEngine:
         await load_model(self._state, lambda on_progress: warmed(infer.LLM(**load, on_progress=on_progress)))
         if self._state.failure is not None:
             raise self._state.failure
-        self._server = make_http_server(self._state)
+        self._server = HttpServer(self._state)
         self._serving = asyncio.create_task(self._server.serve([]))
         await self._server.listening.wait()
         self._ending = asyncio.create_task(_end_when_failed(self._state))

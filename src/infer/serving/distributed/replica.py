@@ -25,7 +25,7 @@ from typing import final
 from infer.errors import InferError
 from infer.serving.distributed.exchange import Exchange, GoneError, ReplicaFailedError
 from infer.serving.distributed.router import NUM_PAGES, ReplicaRouter, RoutedPrompt
-from infer.serving.server.server_state import Changes
+from infer.serving.server.server_state import Changes, ServerState
 from infer.system.child_process import end_after_parent
 
 log = logging.getLogger("infer.server")
@@ -167,14 +167,13 @@ class Replica:
         self._process = process = await self._spawn() if spare is None or spare.returncode is not None else spare
         assert process.stdin is not None
         process.stdin.write(b"\n")
-        self.num_answered = self._num_missed = 0
-        self._silent_seconds = 0.0
+        self.num_answered = 0
         becoming_ready = asyncio.create_task(self._become_ready(has_spare=has_spare))
         watching = asyncio.create_task(self._watch(process))
         status = await process.wait()
         becoming_ready.cancel()
         watching.cancel()
-        self._num_missed = 0
+        self._num_missed, self._silent_seconds = 0, 0.0
         was_ready, self.is_ready = self.is_ready, False
         self._is_settled.clear()
         served_seconds = time.monotonic() - self._ready_at if was_ready else 0.0
@@ -246,20 +245,13 @@ def _signal(process: asyncio.subprocess.Process | None, number: int) -> None:
 class Replicas:
     """For the event loop only. `commands` start the replicas, whose sockets are in `folder`.
 
-    `on_change` is called when a replica changes, and when none can start. A single replica has a spare process.
+    The server has the phase of its replicas. A single replica has a spare process.
     """
 
-    def __init__(
-        self,
-        commands: Sequence[Sequence[str]],
-        folder: Path,
-        watchdog_seconds: float,
-        on_change: Callable[["Replicas"], None],
-    ) -> None:
-        self.failure: Exception | None = None  # the reason why no replica can start
-        self._on_change, self._router = on_change, ReplicaRouter(NUM_PAGES)
+    def __init__(self, commands: Sequence[Sequence[str]], folder: Path, state: ServerState) -> None:
+        self._state, self._router = state, ReplicaRouter(NUM_PAGES)
         self._replicas = [
-            Replica(str(index), socket_in(folder, index), command, self._notice, watchdog_seconds)
+            Replica(str(index), socket_in(folder, index), command, self._notice, state.settings.watchdog_seconds)
             for index, command in enumerate(commands)
         ]
         self._queued = {replica.name: 0.0 for replica in self._replicas}  # queued tokens per replica
@@ -274,7 +266,7 @@ class Replicas:
         return len(self._replicas) > 1
 
     async def start(self) -> None:
-        """Start the replicas, and return when one is ready or `failure` has the reason why none can start."""
+        """Start the replicas, and return when one is ready, or when the server has failed because none can start."""
         self._lives = [asyncio.create_task(self._keep(replica)) for replica in self._replicas]
         for life in self._lives:
             life.add_done_callback(lambda _: self._changes.announce())
@@ -320,8 +312,7 @@ class Replicas:
                 return
             except (InferError, OSError) as error:
                 if not self.is_ready:
-                    self.failure = error
-                    self._on_change(self)
+                    self._state.fail(error)
                     return
                 log.error("replica %s: %s", replica.name, error)
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -337,5 +328,6 @@ class Replicas:
         for each in self._replicas:
             if each.hangs and each not in self._choosable():
                 each.drop_requests()
+        if self._state.phase in ("loading", "ready"):
+            self._state.phase = "ready" if self.is_ready else "loading"
         self._changes.announce()
-        self._on_change(self)

@@ -290,10 +290,9 @@ class Shelf:
         """Admit the requests that may continue, and free memory for the model that was wanted first."""
         for model in self.models.values():
             model.must_go = model.is_leaving
-        unloaded = [each for each in self.models.values() if each.phase == "unloaded"]
-        wanted = min(unloaded, key=ShelvedModel.wanted_since, default=None)
-        if wanted is not None and wanted.wanted_since() < math.inf and not self._is_ending:
-            self._make_room(wanted)
+        wanted = [each for each in self.models.values() if each.is_wanted]
+        if wanted and not self._is_ending:
+            self._make_room(min(wanted, key=ShelvedModel.wanted_since))
         for model in self.models.values():
             if model.failure is not None or (model.phase == "loaded" and not model.must_go):
                 model.settle()

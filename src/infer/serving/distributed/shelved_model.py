@@ -23,7 +23,6 @@ from infer.errors import InferError
 from infer.serving.distributed.replica import Replica
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import MAX_RETRY_SECONDS
-from infer.serving.server.endpoint import ApiRoute
 from infer.serving.server.routes.served_models import StatusValue
 
 log = logging.getLogger("infer.server")
@@ -32,7 +31,8 @@ _START_SECONDS, _BYTES_PER_SECOND = 4.0, 5e8  # estimates for a model that was n
 _END_SECONDS = 10.0  # for a process without requests to end after SIGTERM
 _KEPT_SECONDS = 60.0  # after a key's use, in which no other key unloads the model
 _ANSWER_SECONDS, _LEARNING = 5.0, 0.2  # of an answer before one has ended; weight of the newest answer in the mean
-_TASKS_BY_OPERATION: Mapping[str, Sequence[str]] = {
+# The tasks of which a model must take one for an operation. Any model does if there are none.
+TASKS_BY_OPERATION: Mapping[str, Sequence[str]] = {
     "": (),  # such a route uses no model
     "embeddings": ("embed",),
     "rerank": ("rerank", "embed"),  # a model for embeddings compares its vectors
@@ -133,6 +133,11 @@ class ShelvedModel:
         """Return the time since which a client wants the model that waits or is to return, or infinity if none does."""
         arrivals = [ticket.arrived_at for ticket in self.waiting]
         return min([*arrivals, *(told.since for told in self._expected())], default=math.inf)
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if a client wants the model, which is not in memory."""
+        return self.phase == "unloaded" and self.wanted_since() < math.inf
 
     def promise(self, since: float, seconds: float) -> None:
         """Expect a client again after these seconds, but at most after the longest time that a client is told."""
@@ -270,15 +275,9 @@ def wait_seconds(model: ShelvedModel, models: Iterable[ShelvedModel]) -> float:
     if model.phase == "loading":
         return model.load_seconds
     others = [each for each in models if each is not model]
-    is_wanted = (each.phase == "unloaded" and each.wanted_since() < math.inf for each in others)
-    ahead = [each for each, is_ahead in zip(others, is_wanted, strict=True) if is_ahead or each.phase == "loading"]
+    ahead = [each for each in others if each.is_wanted or each.phase == "loading"]
     answering = max((each.busy_seconds for each in others if each.must_go), default=0.0)
     return sum(each.load_seconds for each in (model, *ahead)) + answering
-
-
-def tasks_of(route: ApiRoute) -> Sequence[str]:
-    """Return the tasks of which a model must take one to answer on this route. Any model answers if there are none."""
-    return _TASKS_BY_OPERATION.get(route.operation, ("generate",))
 
 
 def refusal(model: ShelvedModel | None, tasks: Sequence[str], able: Sequence[str]) -> ApiError:

@@ -31,15 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import ErrorShape
 from infer.serving.server.connection import CALL, FINGERPRINT_HEADER, Call
-from infer.serving.server.endpoint import (
-    ApiRequest,
-    ApiRoute,
-    ClientGoneError,
-    answer_to,
-    error_response,
-    json_response,
-    refusal_of,
-)
+from infer.serving.server.endpoint import JSON, ApiRequest, ApiRoute, answer_to, json_response, refusal_of
 from infer.serving.server.metrics import log_call
 from infer.serving.server.routes import (
     answer_trace,
@@ -174,11 +166,12 @@ def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
             with asking_for(call.key_name):
                 answer = await answer_to(request, route)
             response = answer if isinstance(answer, Response) else json_response(answer, call)
-        except (ClientDisconnect, ClientGoneError):
-            call.leave()
+        except ClientDisconnect:
+            call.left_in = call.phase
             return
         except Exception as error:
-            response = error_response(refusal_of(error, call, routes[0].shape if routes else ErrorShape))
+            refusal = refusal_of(error, call, routes[0].shape if routes else ErrorShape)
+            response = Response(refusal.body, refusal.status, refusal.headers, media_type=JSON)
         await response(scope, receive, send)
 
     return call_app

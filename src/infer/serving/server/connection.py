@@ -146,10 +146,6 @@ class Call:
         else:
             self.is_probe = True
 
-    def leave(self) -> None:
-        """Note the phase in which the client disconnected."""
-        self.left_in = self.phase
-
     def cancel(self) -> None:
         """Cancel all answers of the call."""
         for stream in self.streams:
@@ -177,7 +173,8 @@ class Connection(HttpToolsProtocol):
         self._is_in_head, self._is_refused = True, False
         self._has_heard = False  # at least one byte has arrived
         self._is_surplus = False  # more connections than allowed were open when this one was made
-        self._num_fields = self._num_head_bytes = 0  # complete fields of the head and the trailer, and their bytes
+        self.url = b""  # before the first head has begun
+        self._num_fields = self._num_field_bytes = 0  # complete fields of the head and the trailer, and their bytes
         self._num_fed_bytes = 0  # bytes since the head began, or since the last part of the body
         self._has_advanced = False  # the current read has the end of a head, a part of a body, or the end of a request
         self._head_timer: asyncio.TimerHandle | None = None
@@ -204,27 +201,24 @@ class Connection(HttpToolsProtocol):
         self._has_advanced = False
         super().data_received(data)
         self._num_fed_bytes = 0 if self._has_advanced else self._num_fed_bytes + len(data)
-        self._check_size()
+        if (problem := self._size_problem()) is not None:
+            self._refuse(problem)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._num_fields, self._num_head_bytes, self._num_fed_bytes = True, 0, 0, 0
+        self._is_in_head, self._num_fields, self._num_field_bytes, self._num_fed_bytes = True, 0, 0, 0
         self._time_head()
         scope: Any = self.scope
         scope[CONNECTION] = self
 
-    def on_url(self, url: bytes) -> None:
-        self._num_head_bytes += len(url)
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """Count a field. A trailer's fields are dropped: they must not depend on when its bytes arrive."""
         self._num_fields += 1
-        self._num_head_bytes += len(name) + len(value) + _FIELD_BYTES
+        self._num_field_bytes += len(name) + len(value) + _FIELD_BYTES
         if self._is_in_head:
             super().on_header(name, value)
-        else:
-            self._check_size()
+        elif (problem := self._size_problem()) is not None:
+            self._refuse(problem)
 
     def on_headers_complete(self) -> None:
         if self._is_refused:
@@ -318,12 +312,8 @@ class Connection(HttpToolsProtocol):
     def _are_too_many(self) -> bool:
         return len(self.connections) > self._settings.max_connections
 
-    def _check_size(self) -> None:
-        if (problem := self._size_problem()) is not None:
-            self._refuse(problem)
-
     def _size_problem(self) -> ApiError | None:
-        settings, num_bytes = self._settings, max(self._num_head_bytes, self._num_fed_bytes)
+        settings, num_bytes = self._settings, max(len(self.url) + self._num_field_bytes, self._num_fed_bytes)
         if num_bytes > settings.max_header_bytes or self._num_fields > settings.max_headers:
             rule = f"at most {settings.max_header_bytes} bytes and {settings.max_headers} fields"
             return ApiError(431, f"the headers must have {rule}", code="headers_too_large")

@@ -11,14 +11,14 @@ release what it reads (an `AsyncStream` does).
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar, final
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -57,10 +57,10 @@ class ApiRoute(NamedTuple):
     `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted the
     fields that other programs send. Warnings about the body are kept in the call, and the answer contains them.
     `answer` is a type that msgspec describes, or the media type of any other answer. A route that `streams` can also
-    answer with events: those of its `shape`, which also shows its errors. `parameters` describe the
-    query, in OpenAPI's notation. If `is_open`, no key is needed. `operation` is the model's task, in
-    OpenTelemetry's words; the handler of such a request asks the door (`asking.enter`). `shape` converts an exception
-    to the error that a client receives.
+    answer with events: those of its `shape`, which also shows its errors. `parameters` describe the query, in OpenAPI's
+    notation. If `is_open`, no key is needed. `operation` is the model's task, in OpenTelemetry's words; the handler of
+    such a request asks the door (`ApiRequest.enter`). `shape` converts an exception to the error that a client
+    receives.
     """
 
     method: str
@@ -82,10 +82,6 @@ class ApiRoute(NamedTuple):
 
 
 get, post = partial(ApiRoute, "GET"), partial(ApiRoute, "POST")
-
-
-class ClientGoneError(Exception):
-    """The client has disconnected, so no answer is needed."""
 
 
 @final
@@ -115,7 +111,7 @@ class ApiRequest(Request):
         """Count the request at the door until it is answered. Raises ApiError 429."""
         call, server = self.call, self.server
         if not call.sent and call.entry is None:  # the client of a continued stream has already waited
-            call.entry = server.door.enter(arrival._replace(tenant=call.key_name), await self.body(), server.look)
+            call.entry = server.door.enter(arrival, await self.body(), server.look)
 
     async def prepared(self, prepare: Callable[[], _Found], param: str) -> _Found:
         """Return the result of `prepare`, which runs on a thread in the tenant's turn.
@@ -167,21 +163,14 @@ def json_response(answer: Any, call: Call | None = None, status: int = 200) -> R
     return Response(msgspec.json.encode(found), status, media_type=JSON)
 
 
-def error_response(error: ApiError) -> Response:
-    return Response(error.body, error.status, error.headers, media_type=JSON)
-
-
-async def while_connected(request: Request, coroutine: Coroutine[Any, Any, _Found]) -> _Found:
-    """Return the coroutine's result.
-
-    If the client disconnects first, cancel the coroutine and raise ClientGoneError.
-    """
-    working, leaving = asyncio.create_task(coroutine), asyncio.create_task(until_gone(request))
+async def while_connected(request: Request, work: Awaitable[_Found]) -> _Found:
+    """Return the result of the work. If the client disconnects first, cancel the work and raise ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGoneError
+        raise ClientDisconnect
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -293,7 +282,7 @@ class EventStream(StreamingResponse):
         try:
             await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
-                call.leave()
+                call.left_in = call.phase
         finally:
             for task in tasks:
                 task.cancel()

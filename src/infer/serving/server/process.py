@@ -52,9 +52,25 @@ _TICK_SECONDS = 1.0  # the longest tick: an idle process should rarely wake
 
 @final
 class HttpServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
-        super().__init__(config)
+    def __init__(self, state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> None:
         self._state, settings = state, state.settings
+        http: Any = partial(Connection, settings, partial(count_call, state))
+        config = uvicorn.Config(
+            make_app(state, table),
+            http=http,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # a malformed request has a line in the access log
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=settings.keep_alive_seconds,
+            timeout_graceful_shutdown=round(settings.drain_seconds),
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+        super().__init__(config)
         self._tick_seconds = min(_TICK_SECONDS, settings.watchdog_seconds / 4, settings.reader_seconds / 4)
         self.listening, self._stopping = asyncio.Event(), asyncio.Event()
 
@@ -90,27 +106,6 @@ class HttpServer(uvicorn.Server):
                 await asyncio.wait_for(self._stopping.wait(), self._tick_seconds)
             self._state.tick(time.monotonic() - due)
         self._state.ticked_at = None
-
-
-def make_http_server(state: ServerState, table: Sequence[ApiRoute] = ROUTES) -> HttpServer:
-    settings = state.settings
-    http: Any = partial(Connection, settings, partial(count_call, state))
-    config = uvicorn.Config(
-        make_app(state, table),
-        http=http,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # a malformed request has a line in the access log
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=settings.keep_alive_seconds,
-        timeout_graceful_shutdown=round(settings.drain_seconds),
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-    )
-    return HttpServer(config, state)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -167,36 +162,32 @@ class Life(NamedTuple):
 
 def run_process(state: ServerState, listener: socket.socket, table: Sequence[ApiRoute], life: Life) -> int:
     """Serve the routes until a signal ends the server, and return the exit status of the process."""
-
-    async def run() -> int:
-        try:
-            return await _ServerProcess(state).run(make_http_server(state, table), listener, life)
-        finally:
-            life.on_end()
-
-    return asyncio.run(run())
+    return asyncio.run(_ServerProcess(state, life).run(listener, table))
 
 
 @final
 class _ServerProcess:
-    def __init__(self, state: ServerState) -> None:
-        self._state, self._signals, self._changes = state, list[int](), Changes()
+    def __init__(self, state: ServerState, life: Life) -> None:
+        self._state, self._life, self._signals, self._changes = state, life, list[int](), Changes()
 
-    async def run(self, server: HttpServer, listener: socket.socket, life: Life) -> int:
-        state = self._state
+    async def run(self, listener: socket.socket, table: Sequence[ApiRoute]) -> int:
+        state, server = self._state, HttpServer(self._state, table)
         self._watch_signals()
-        serving = asyncio.create_task(server.serve([listener]))
-        await server.listening.wait()
-        await self._first_of(asyncio.create_task(life.load()))
-        if state.phase == "ready":
-            life.on_ready(state)
-            threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
-            await self._first_of(asyncio.create_task(state.has_failed.wait()))
-        if self._signals:
-            life.on_drain()
-            await self._drain(server)
-        server.stop()
-        await self._first_of(serving, num_signals=2)
+        try:
+            serving = asyncio.create_task(server.serve([listener]))
+            await server.listening.wait()
+            await self._first_of(asyncio.create_task(self._life.load()))
+            if state.phase == "ready":
+                self._life.on_ready(state)
+                threading.Thread(target=_watch, args=[state], name="infer-watchdog", daemon=True).start()
+                await self._first_of(asyncio.create_task(state.has_failed.wait()))
+            if self._signals:
+                self._life.on_drain()
+                await self._drain(server)
+            server.stop()
+            await self._first_of(serving, num_signals=2)
+        finally:
+            self._life.on_end()
         if state.failure is not None:
             raise state.failure
         return 128 + self._signals[-1] if len(self._signals) > 1 else 0

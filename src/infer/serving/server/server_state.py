@@ -181,7 +181,7 @@ class ServerState:
     def tick(self, lag_seconds: float) -> None:
         """Check the engine, and count how late the event loop was. Must be called regularly."""
         self.ticked_at = time.monotonic()
-        self.metrics.count_lag(max(0.0, lag_seconds))
+        self.metrics.lag.observe(max(0.0, lag_seconds))
         if self.loaded is None:
             return
         if (host := self._host) is None:

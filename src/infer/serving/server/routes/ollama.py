@@ -1,4 +1,4 @@
-"""`/api/…`: Ollama's API. `distributed.shelf_front` has the lists of a server of several models.
+"""`/api/…`: Ollama's API. `distributed.front` has the lists of a server of several models.
 
 `/api/pull` downloads a model from the hub into its local cache, with its progress as lines.
 """
@@ -6,7 +6,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Collection
-from contextlib import aclosing
 from functools import partial
 from math import inf
 from typing import Any
@@ -66,16 +65,13 @@ class OllamaStatus(Struct, kw_only=True):
 _SUCCESS = OllamaStatus(status="success")
 
 
-async def pull(request: ApiRequest, body: OllamaModelBody) -> Response:
-    return await pull_unless(request, body, request.server.names)
-
-
-async def pull_unless(request: ApiRequest, body: OllamaModelBody, known: Collection[str]) -> Response:
-    """Download a model, unless it is already served or on this machine.
+async def pull(request: ApiRequest, body: OllamaModelBody, known: Collection[str] | None = None) -> Response:
+    """Download a model, unless it is on this machine or served: `known`, or else this server's own names.
 
     If the client disconnects, the download ends, and the next download of this model resumes it. Raises ApiError 403 if
     clients may not download.
     """
+    known = request.server.names if known is None else known
     name = await asyncio.to_thread(_name_to_fetch, known_name(body.model, known) or "", known)
     if name is not None and not request.server.settings.allow_pull:
         message = f"clients may not download {name!r:.80} here: run infer pull, or start the server with --allow-pull"
@@ -123,9 +119,8 @@ async def _progress(name: str | None) -> AsyncGenerator[bytes, None]:
 
 
 async def _last_of(lines: AsyncGenerator[bytes, None]) -> None:
-    async with aclosing(lines):
-        async for _ in lines:
-            pass
+    async for _ in lines:
+        pass
 
 
 class OllamaVersion(Struct):

@@ -198,7 +198,7 @@ class Choices:
 async def accept(request: ApiRequest, asked: Ask) -> Choices:
     """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
     call, llm = request.call, request.server.llm()
-    await request.enter(_arrival(asked, llm.host.model.max_seq_len))
+    await request.enter(_arrival(call.key_name, asked, llm.host.model.max_seq_len))
     call.phase = "preparing"
     options = asked.options
     if key := call.key_name:  # each key has its own turns and its own cached prefixes
@@ -223,13 +223,13 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
     return await while_connected(request, prepare())
 
 
-def _arrival(asked: Ask, context: int) -> Arrival:
+def _arrival(tenant: str, asked: Ask, context: int) -> Arrival:
     """Return the request's size. A prompt counts at most as many tokens as the context has."""
     of_tools = text_tokens(asked.options.tools)
     num_tokens = sum(min(context, of_tools + text_tokens(prompt)) for prompt in asked.prompts)
     if not asked.is_answered:  # prompts are only read, which needs no slot
-        return Arrival("", num_prompt_tokens=num_tokens, num_answer_tokens=0)
-    return Arrival("", len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
+        return Arrival(tenant, num_prompt_tokens=num_tokens, num_answer_tokens=0)
+    return Arrival(tenant, len(asked.prompts), len(asked.params), num_tokens, asked.params[0].max_new_tokens)
 
 
 def served_by(request: ApiRequest, body: Any) -> Served:
@@ -308,8 +308,8 @@ def counting(
         asked: Any = (ask or shape.ask)(body, served_by(request, body))
         return answer(await count_prompt(request, asked))
 
-    row = post(path, count, "Count a conversation's tokens", body or shape.body, answer)
-    return row._replace(complete=shape.complete, shape=shape)
+    body, summary = body or shape.body, "Count a conversation's tokens"
+    return post(path, count, summary, body, answer, complete=shape.complete, shape=shape)
 
 
 async def list_chats(request: ApiRequest) -> StoredChats:

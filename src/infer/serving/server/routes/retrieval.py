@@ -69,7 +69,6 @@ async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = F
     which clients of other servers use without /v1.
     """
     documents, call = body.document_texts(), request.call
-    request.check_model(body.model)
     scores, num_tokens = await _score(request, body)
     best, usage = ranked(scores, documents, body.top_n), EmbeddingsUsage(num_tokens, num_tokens)
     if lists_texts and body.texts is not None:
@@ -79,7 +78,6 @@ async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = F
 
 
 async def score(request: ApiRequest, body: ScoreBody) -> ListOutput[Score]:
-    request.check_model(body.model)
     scores, num_tokens = await _score(request, body)
     return _list_output(request, "score", list(starmap(Score, enumerate(scores))), num_tokens)
 
@@ -97,6 +95,7 @@ async def classify(request: ApiRequest, body: ClassifyBody) -> ListOutput[Labell
 
 async def _score(request: ApiRequest, body: RerankBody | ScoreBody) -> tuple[list[float], int]:
     """Return the scores of the body's pairs, and their number of tokens. A raw score of a reranker is its logit."""
+    request.check_model(body.model)
     pairs, is_raw = body.pairs(), bool(body.raw_scores)
     heads, may_compare = request.server.llm().host.facts.heads, request.server.settings.allow_embeddings
     if not (heads.reranker or heads.embedder or may_compare):
@@ -115,7 +114,7 @@ async def _score(request: ApiRequest, body: RerankBody | ScoreBody) -> tuple[lis
 
 async def _compute(request: ApiRequest, texts: Any, call: _Call, names: tuple[str, ...] = ("input",)) -> Any:
     """Return the `Computed` of a call. `texts` count at the door; `names` are the fields of texts, for errors."""
-    await request.enter(Arrival("", num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
+    await request.enter(Arrival(request.call.key_name, num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     with refusing(*names):
         computed = await while_connected(request, call(request.server.llm()))
     request.call.warnings += [computed.texts.warning] if computed.texts.warning else []

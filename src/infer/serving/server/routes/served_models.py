@@ -1,6 +1,6 @@
 """`/v1/models`: the served model, under each of its names, and models on this machine and on the hub.
 
-`distributed.shelf_front` shows several models. The modules that read headers load numpy and tokenizers. They are
+`distributed.front` shows several models. The modules that read headers load numpy and tokenizers. They are
 imported when a route first needs them, so that the port answers before that.
 """
 

@@ -14,7 +14,7 @@ from infer.cli import subcommands
 from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.bodies import Served as ModelOfBody
 from infer.serving.protocols.fields import read_body
-from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
 from served import Served
 from test_session import TEXT_IDS
 
@@ -139,8 +139,8 @@ def test_a_body_means_the_parameters_that_it_was_made_of(given: dict[str, Any], 
     body = {**Permalink(CHAT, body_of(prompt, params, "tiny")).body, "seed": 5}
     defaults = {"temperature": 0.1, "top_k": 3, "repetition_penalty": 2.0, "min_p": 0.3}
     model = Mock(sampling_defaults=defaults, tokenizer=Mock(chat_template=None))
-    ask, kind = (ask_chat, ChatBody) if is_chat else (ask_text, CompletionBody)
-    asked = ask(read_body(json.dumps(body).encode(), kind), ModelOfBody(model))
+    read: Any = read_body(json.dumps(body).encode(), ChatBody if is_chat else CompletionBody)
+    asked = read.ask(ModelOfBody(model))
     expected = {**{name: getattr(params, name) for name in SamplingParams.__slots__}, "seed": 5}
     assert {name: getattr(asked.params[0], name) for name in expected} == expected
 

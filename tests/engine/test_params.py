@@ -36,7 +36,7 @@ from infer.request_limits import MAX_STOPS
 from infer.sampling_params import ALIASES, PARAMETER_NAMES, PARAMETERS, SamplingParams, UnknownParameterError
 from infer.serving.protocols.bodies import refusal
 from infer.serving.protocols.fields import DECLARED, read_body, refuse
-from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
 from infer.serving.protocols.responses.ask import ResponseBody
 from infer.serving.server.routes.web_files import page_parameters
 from parameter_tables import written
@@ -463,7 +463,7 @@ NAME = "tools[0].function.name"
 )
 def test_a_refusal_has_the_place_that_msgspec_names(body: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        read_body(msgspec.json.encode(CHAT | body), ChatBody, complete_chat)
+        read_body(msgspec.json.encode(CHAT | body), ChatBody)
     assert (refused.value.param, str(refused.value)) == (param, message)
 
 

@@ -18,7 +18,7 @@ from infer.serving.batch_file.batch_rows import ENDPOINTS, Row, read_row, row_of
 from infer.serving.protocols.bodies import Served
 from infer.serving.protocols.events import LEAST_LOGPROB, Spelling
 from infer.serving.protocols.fields import BodyError, read_body
-from infer.serving.protocols.openai.ask import ChatBody, ask_chat, ask_text, complete_chat
+from infer.serving.protocols.openai.ask import ChatBody
 
 SERVED = Served(Mock(sampling_defaults={}, tokenizer=Mock(chat_template=None)))
 HI = [{"role": "user", "content": "hi"}]
@@ -32,11 +32,11 @@ def completion_row(**fields: Any) -> Row:
     return row_of({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "hi", **fields}}, "a")
 
 
-def asked_of(row: Row) -> Any:
+def asked_of(row: Any, served: Served = SERVED) -> Any:
     """Return what a row asks, as its route does."""
     if row.problem is not None:
         raise InvalidRequestError(row.problem)
-    return ask_chat(row.body, SERVED) if isinstance(row.body, ChatBody) else ask_text(row.body, SERVED)
+    return row.body.ask(served)
 
 
 @cases(
@@ -76,7 +76,7 @@ def test_alternatives_are_a_number_in_a_completion() -> None:
 )
 def test_a_row_is_refused_in_the_words_of_the_server(fields: dict[str, Any]) -> None:
     with pytest.raises(BodyError) as refused:
-        ask_chat(read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody, complete_chat), SERVED)
+        read_body(msgspec.json.encode({"messages": HI} | fields), ChatBody).ask(SERVED)
     with pytest.raises(InvalidRequestError, match=re.escape(str(refused.value))):
         asked_of(chat_row(**fields))
 
@@ -92,7 +92,7 @@ def test_a_row_accepts_the_fields_of_the_server() -> None:
 def test_a_command_s_values_come_between_the_row_s_and_the_model_s() -> None:
     served = replace(SERVED, llm=Mock(sampling_defaults={"top_p": 0.5, "top_k": 7}), values={"top_p": 0.6}, seed=3)
     for fields, expected in (({}, (0.6, 7, 3)), ({"top_p": 0.9, "top_k": 2, "seed": 4}, (0.9, 2, 4))):
-        (params,) = ask_text(completion_row(**fields).body, served).params
+        (params,) = asked_of(completion_row(**fields), served).params
         assert (params.top_p, params.top_k, params.seed) == expected
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from cases import cases
 from idle import until_idle
-from infer.serving.protocols.anthropic.ask import MessagesBody, complete_messages, messages_of
+from infer.serving.protocols.anthropic.ask import MessagesBody, messages_of
 from infer.serving.protocols.fields import read_body
 from served import Served, served_model
 
@@ -145,7 +145,7 @@ def test_a_later_system_message_stays_one_until_a_template_refuses_it() -> None:
 
 def shown(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages that the template receives."""
-    read = read_body(json.dumps({"max_tokens": 1} | body).encode(), MessagesBody, complete_messages)
+    read = read_body(json.dumps({"max_tokens": 1} | body).encode(), MessagesBody)
     return messages_of(read.messages, read.system)
 
 

@@ -17,7 +17,7 @@ from infer.cli.option_fields import make_options
 from infer.cli.server_options import ServeOptions
 from infer.cli.subcommands import infer
 from infer.serving.protocols.fields import BodyError
-from infer.serving.protocols.ollama.ask import seconds_of
+from infer.serving.protocols.ollama import seconds_of
 from served import Served
 from test_tool_calls import THINKING
 

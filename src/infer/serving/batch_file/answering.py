@@ -4,7 +4,6 @@ Neighbouring rows of one task about texts with equal options are computed togeth
 """
 
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from infer.llm import LLM
 from infer.sampling_params import values_from, without_zeros
 from infer.serving.batch_file.batch_rows import (
     BatchSettings,
-    Line,
     Row,
     TextsBody,
     Write,
@@ -33,7 +31,7 @@ from infer.serving.batch_file.batch_rows import (
 )
 from infer.serving.protocols.bodies import Served, seed_of
 from infer.serving.protocols.events import Spelling
-from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_chat, ask_text
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody, texts_of, texts_or_pairs_of
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
@@ -71,10 +69,8 @@ def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
     if row.problem is not None:
         raise InvalidRequestError(row.problem)
     served = Served(llm, values=settings.values, seed=seed_of(settings.seed, row.id))
-    if isinstance(row.body, ChatBody):
-        asked = ask_chat(row.body, served)
-    elif isinstance(row.body, CompletionBody):
-        asked = ask_text(row.body, served)
+    if isinstance(row.body, ChatBody | CompletionBody):
+        asked: Any = row.body.ask(served)  # at once, because a row has no suffix
     else:
         values = {"seed": served.seed, **settings.values, **without_zeros(values_from(row.values))}
         params = default_params(llm.sampling_defaults, values, is_chat=is_conversation(row.prompt))
@@ -112,7 +108,7 @@ def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: 
     write_waiting()
 
 
-def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> None:
+def _write_lines(llm: LLM, rows: list[_Prepared], model: str, write: Write) -> None:
     """Compute rows together, and write their lines. If that fails, compute each alone, because it has its own error."""
     if not rows:
         return
@@ -127,33 +123,25 @@ def _write_lines(llm: LLM, rows: Items[_Prepared], model: str, write: Write) -> 
         else:
             raise
     else:
-        for (row, _, texts), result in zip(rows, results, strict=True):
-            write(_line_of(llm, row, result, texts, model))
+        for (row, _, texts), items in zip(rows, results, strict=True):
+            write(texts_line(row, msgspec.to_builtins(items), texts, model))
 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
-    """Return the task of a row. Raises InvalidRequestError if the model cannot compute it."""
+    """Return the task of a row, whose result has the items of the answer.
+
+    Raises InvalidRequestError if the model cannot compute it.
+    """
     host, body = llm.host, row.body
     if isinstance(body, EmbeddingsBody):
         if host.facts.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
-        return embed(host, texts_of(body.input), body.options())
-    assert isinstance(body, TextsBody)
+        return embed(host, texts_of(body.input), body.options()).then(lambda vectors: body.items(vectors.numpy()))
     if isinstance(body, ClassifyBody):
-        return classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
-    documents, truncate = body.document_texts(), bool(body.truncate)
-    options = {"truncate": truncate, "is_raw": bool(body.raw_scores)}
-    return rerank(host, body.query, documents, body.top_n, body.instruction, **options)
-
-
-def _line_of(llm: LLM, row: Row, result: Any, texts: TextIds, model: str) -> Line:
-    """Return the line of a row. `result` is that of its task."""
-    body = row.body
-    assert isinstance(body, TextsBody)
-    if isinstance(body, EmbeddingsBody):
-        result = result.numpy()
-    given = (result, classifier_of(llm.host).labels) if isinstance(body, ClassifyBody) else (result,)
-    items = msgspec.to_builtins(body.items(*given))
-    field = "results" if isinstance(body, RerankBody) else "data"
-    warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
-    return texts_line(row, {field: items}, texts.num_tokens, model, warnings)
+        task = classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+        labels = classifier_of(host).labels
+        return task.then(lambda values: body.items(values, labels))
+    assert isinstance(body, RerankBody)
+    options = {"truncate": bool(body.truncate), "is_raw": bool(body.raw_scores)}
+    documents = body.document_texts()
+    return rerank(host, body.query, documents, body.top_n, body.instruction, **options).then(body.items)

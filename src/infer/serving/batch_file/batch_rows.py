@@ -17,24 +17,25 @@ from typing import Any, NamedTuple, final
 
 import msgspec
 
+from infer.engine.texts.text_ids import TextIds
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult, finite
 from infer.serving.protocols.bodies import prompts_of, refuse_unless_neutral
 from infer.serving.protocols.events import Spelling
-from infer.serving.protocols.fields import Complete, Reading, as_given, body_from, refuse
-from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, complete_chat
+from infer.serving.protocols.fields import Reading, body_from, refuse
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
 from infer.serving.protocols.openai.events import finish_reason_of, message_of
 from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 from infer.system.json_limits import JsonLimitError, RepeatedKeyError, check_limits, unique_keys
 
 _TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_format", "reasoning_format", "reasoning_budget")
 TextsBody = EmbeddingsBody | RerankBody | ClassifyBody
-_BODIES: Mapping[str, tuple[type[Any], Complete]] = {
-    "/v1/chat/completions": (ChatBody, complete_chat),
-    "/v1/completions": (CompletionBody, as_given),
-    "/v1/embeddings": (EmbeddingsBody, as_given),
-    "/v1/rerank": (RerankBody, as_given),
-    "/v1/classify": (ClassifyBody, as_given),
+_BODIES: Mapping[str, type[Any]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingsBody,
+    "/v1/rerank": RerankBody,
+    "/v1/classify": ClassifyBody,
 }
 ENDPOINTS = tuple(_BODIES)
 # Fields of a body that a line cannot answer, with the values that have no effect and are accepted.
@@ -128,9 +129,8 @@ def _of_openai(row_id: str, endpoint: str, record: dict[str, Any]) -> Row:
     body = record.get("body")
     if not isinstance(body, dict):
         raise InvalidRequestError(f"body must be an object, got {body!r:.60}")
-    kind, complete = _BODIES[endpoint]
     reading = Reading()
-    read = body_from(body, kind, complete, reading)
+    read = body_from(body, _BODIES[endpoint], reading)
     refuse_unless_neutral(read, _NEUTRAL)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(read, name, None) == 0:
@@ -189,12 +189,14 @@ def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelli
     return _answered(row, body, result.warnings)
 
 
-def texts_line(row: Row, values: dict[str, Any], num_tokens: int, model: str, warnings: Sequence[str]) -> Line:
-    """Return the line of a row that requested vectors, scores or labels. `values` are these fields of the answer."""
+def texts_line(row: Row, items: list[Any], texts: TextIds, model: str) -> Line:
+    """Return the line of a row that requested vectors, scores or labels of texts, which are the items."""
     kind = str(row.endpoint).removeprefix("/v1/")
     head = {"object": "list"} if kind == "embeddings" else {"id": _named(kind, row.id)}
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _answered(row, {**head, "model": model, **values, "usage": usage}, warnings)
+    field = "results" if kind == "rerank" else "data"
+    usage = {"prompt_tokens": texts.num_tokens, "total_tokens": texts.num_tokens}
+    warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
+    return _answered(row, {**head, "model": model, field: items, "usage": usage}, warnings)
 
 
 def _answered(row: Row, body: dict[str, Any], warnings: Sequence[str]) -> Line:
@@ -235,15 +237,11 @@ def _plain_record(row: Row, result: GenerationResult, model: str) -> dict[str, A
 
 
 def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
-    logprobs = result.logprobs
     if row.endpoint != ENDPOINTS[0]:
-        return {"text": result.text, "logprobs": None if logprobs is None else spelling.completion_columns(logprobs)}
-    if logprobs is not None:
-        entries = spelling.chat_entries(result)
-    return {
-        "message": message_of(result),
-        "logprobs": None if logprobs is None else {"content": entries, "refusal": None},
-    }
+        columns = None if result.logprobs is None else spelling.completion_columns(result.logprobs)
+        return {"text": result.text, "logprobs": columns}
+    scored = None if result.logprobs is None else {"content": spelling.chat_entries(result), "refusal": None}
+    return {"message": message_of(result), "logprobs": scored}
 
 
 def _named(kind: str, row_id: str) -> str:

@@ -8,9 +8,9 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, final
 
 from infer.errors import InvalidRequestError
 from infer.system.atomic import replacing
@@ -29,7 +29,7 @@ class Finished(NamedTuple):
 
 
 @final
-class OutputFile:
+class OutputFile(AbstractContextManager["OutputFile"]):
     """The file of results, which one run writes at a time. `finished` has the ids of the rows with a line.
 
     With `retry_errors`, the lines of failed rows are removed first. `seeds` has the seeds of some answers, by id.
@@ -45,9 +45,6 @@ class OutputFile:
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -95,18 +92,19 @@ class OutputFile:
         return file
 
     def _read(self, *, retry_errors: bool) -> None:
-        kept, has_dropped = list[Finished](), False
+        kept, has_dropped = list[bytes](), False
         for each in self._lines():
             if retry_errors and each.has_failed:
                 has_dropped = True
                 continue
-            kept.append(each._replace(line=each.line if retry_errors else b""))
+            if retry_errors:
+                kept.append(each.line)
             self.finished.add(each.id)
             if each.seed is not None and len(self.seeds) < _MOST_SEEDS:
                 self.seeds[each.id] = each.seed
             self.num_failed += each.has_failed
         if has_dropped:
-            self._replace([each.line for each in kept])
+            self._replace(kept)
 
     def _lines(self) -> Iterator[Finished]:
         """Yield the rows that have a line, and cut off what follows the last whole line."""

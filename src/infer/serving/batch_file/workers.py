@@ -47,7 +47,7 @@ def answer_by_workers(
     workers = _Workers(rows, settings, load)
     try:
         workers.start(num_workers)
-        while workers.are_busy and not is_cancelled():
+        while any(worker.rows for worker in workers.all) and not is_cancelled():
             for line in workers.next_lines():
                 write(line)
     finally:
@@ -61,17 +61,13 @@ class _Workers:
     def __init__(self, rows: Iterator[Row], settings: BatchSettings, load: Mapping[str, Any]) -> None:
         self._rows, self._settings, self._load = rows, settings, load
         self._given_back = deque[Row]()
-        self._workers: list[_Worker] = []
+        self.all: list[_Worker] = []
         self._num_deaths = 0  # deaths since the last answer
-
-    @property
-    def are_busy(self) -> bool:
-        return any(worker.rows for worker in self._workers)
 
     def start(self, num_workers: int) -> None:
         for _ in range(num_workers):
-            self._workers.append(self._start_one())
-        for worker in self._workers:
+            self.all.append(self._start_one())
+        for worker in self.all:
             self._hand_out(worker)
 
     def next_lines(self) -> Iterator[Line]:
@@ -79,8 +75,8 @@ class _Workers:
 
         Raises InferError if too many processes died, or if one cannot load the model.
         """
-        for pipe in wait([worker.pipe for worker in self._workers if worker.rows], _LOOK_SECONDS):
-            worker = next(each for each in self._workers if each.pipe is pipe)
+        for pipe in wait([worker.pipe for worker in self.all if worker.rows], _LOOK_SECONDS):
+            worker = next(each for each in self.all if each.pipe is pipe)
             try:
                 line = worker.pipe.recv()
             except (EOFError, OSError):
@@ -94,7 +90,7 @@ class _Workers:
             self._hand_out(worker)
 
     def kill(self) -> None:
-        for worker in self._workers:
+        for worker in self.all:
             worker.process.kill()
             worker.process.join()
 
@@ -112,10 +108,10 @@ class _Workers:
         if self._num_deaths == _MOST_DEATHS:
             raise InferError(
                 f"{self._num_deaths} processes died in a row ({_cause(dead.process)}), perhaps because the memory is "
-                f"too small for {len(self._workers)} models: use fewer --workers"
+                f"too small for {len(self.all)} models: use fewer --workers"
             ) from None
         self._given_back.extend(dead.rows.values())
-        worker = self._workers[self._workers.index(dead)] = self._start_one()
+        worker = self.all[self.all.index(dead)] = self._start_one()
         return worker
 
     def _hand_out(self, worker: _Worker) -> None:

@@ -23,13 +23,15 @@ from infer.serving.distributed.shelf import Shelf, ShelfWork
 from infer.serving.distributed.shelved_model import TASKS_BY_OPERATION, ModelSource, ShelvedModel
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.fields import Parameters
-from infer.serving.protocols.ollama.ask import MOST_SECONDS, OllamaModelBody, seconds_of
-from infer.serving.protocols.ollama.events import (
+from infer.serving.protocols.ollama import (
+    MOST_SECONDS,
     LoadedModel,
+    OllamaModelBody,
     OllamaModels,
     OllamaOutput,
     OllamaShape,
     listed,
+    seconds_of,
     time_text,
     without_prompt,
 )

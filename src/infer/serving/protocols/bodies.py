@@ -1,4 +1,4 @@
-"""The parts of bodies that several protocols share: messages and tools, prompts, parameters and template variables.
+"""The parts of bodies that several protocols share: messages and tools, prompts, parameters and efforts.
 
 The server, `infer batch` and `infer replay` convert a body to plain values of the library. Clients send back the
 answers of any server, and their users cannot change these answers. So an earlier message is never refused, except for
@@ -18,16 +18,13 @@ from msgspec import Meta, Struct
 
 from infer.compute.sampling.keywords import default_params
 from infer.errors import ClosedError, ContextLengthError, InvalidRequestError
-from infer.request_limits import MAX_KEYS
 from infer.sampling_params import (
-    ALIASES,
-    PARAMETER_NAMES,
     SEED_BITS,
     SamplingParams,
     UnknownParameterError,
     without_zeros,
 )
-from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown, without_nulls
+from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of
 from infer.text.toolcalls.tools import past_arguments as read_past_arguments
@@ -35,13 +32,9 @@ from infer.text.toolcalls.tools import with_objects
 
 # Names of a body's fields for parameters and options with another name there; for /v1/responses if they differ.
 _BODY_NAMES = {name: declared.body_name for name, declared in DECLARED.items() if declared.body_name}
-_SCHEMA_NAMES = {"json_schema": "response_format.json_schema.schema"}
-_NAMES_OF_RESPONSES = {"max_new_tokens": "max_output_tokens"}
-_SCHEMA_NAMES_OF_RESPONSES = {"json_schema": "text.format.schema"}
+_BODY_NAMES["json_schema"] = "response_format.json_schema.schema"
+_NAMES_OF_RESPONSES = _BODY_NAMES | {"max_new_tokens": "max_output_tokens", "json_schema": "text.format.schema"}
 _KEPT_NAMES = DECLARED.keys() | {"dimensions", "prompt_name", "query", "instruction", "top_n"}  # these of texts
-_NOT_FOR_TEMPLATES = frozenset(
-    {"messages", "chat_template", "allow_special", "tools", "add_generation_prompt", "continue_final_message"}
-)
 _WORDS = ("image", "audio", "video", "file", "document")
 Arguments = Annotated[Any, Meta(extra_json_schema={"type": "string"})]  # `past_arguments` made an object of it
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
@@ -93,16 +86,6 @@ def refuse_unless_neutral(body: msgspec.Struct, neutral: Mapping[str, tuple[obje
             raise refuse(f"{name} must not be {shown(value)} here: leave it out", name, "unsupported_value")
 
 
-def budget_of(budget: int | None, effort: str | None) -> int | None:
-    """Return the budget of reasoning: 0 for the effort "none". Raises BodyError if both are given and differ."""
-    if effort != "none":
-        return budget
-    if budget:
-        name = "thinking_token_budget"
-        raise refuse(f"{name} is {budget}, but the effort of reasoning is none: give only one", name)
-    return 0
-
-
 def effort_variables(effort: str | None, template: str | None) -> dict[str, Any]:
     """Return the template's variables for an effort, which is a hint.
 
@@ -120,26 +103,6 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
 
 
-def template_variables(
-    given: Mapping[str, Any] | None, add_generation_prompt: bool | None, continue_final_message: bool | None
-) -> dict[str, Any]:
-    """Return the template's variables, with both flags if they are given.
-
-    Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
-    """
-    place = "chat_template_kwargs"
-    if given is not None and len(given) > MAX_KEYS:
-        raise refuse(f"{place} must have at most {MAX_KEYS} fields, got {len(given)}", place)
-    for name in given or {}:
-        param = f"{place}.{name}"
-        if name in _NOT_FOR_TEMPLATES:
-            raise refuse(f"{param} must not be given: leave it out", param)
-        if name in PARAMETER_NAMES or name in ALIASES:
-            raise refuse(f"{param} is a sampling parameter: move it out of {place}", param)
-    own = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    return {**(given or {}), **without_nulls(own)}
-
-
 def refusal(error: InvalidRequestError, prompt_name: str, query_name: str = "query") -> BodyError:
     """Return the library's error with the names of a body's fields.
 
@@ -154,11 +117,9 @@ def refusal(error: InvalidRequestError, prompt_name: str, query_name: str = "que
         return refuse(message, prompt_name, "context_length_exceeded")
     if isinstance(error, UnknownParameterError):
         return refuse(message, "chat_template_kwargs")
-    is_response = prompt_name == "input"
-    names = _BODY_NAMES | _NAMES_OF_RESPONSES if is_response else _BODY_NAMES
-    if param in names and message.startswith(param):
+    names = _NAMES_OF_RESPONSES if prompt_name == "input" else _BODY_NAMES
+    if param in names and param != "json_schema" and message.startswith(param):
         message = names[param] + message[len(param) :]
-    names = names | (_SCHEMA_NAMES_OF_RESPONSES if is_response else _SCHEMA_NAMES)
     return refuse(message, names.get(param, param if param in _KEPT_NAMES else prompt_name))
 
 
@@ -175,9 +136,7 @@ def refusing(prompt_name: str, query_name: str = "query") -> Iterator[None]:
 
 def prompts_of(prompt: str | Sequence[Any], name: str = "prompt") -> list[Any]:
     """Return the prompts of a body's field as texts or lists of ids. Raises BodyError."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if set(map(type, prompt)) == {int}:
+    if isinstance(prompt, str) or set(map(type, prompt)) == {int}:
         return [prompt]
     for index, each in enumerate(prompt):
         if not isinstance(each, type(prompt[0])) or not isinstance(each, str | list) or each == []:

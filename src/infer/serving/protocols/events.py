@@ -4,9 +4,8 @@ The encoder and openapi.json read the same Structs. The Structs of one protocol 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import starmap
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, Self, TypeVar, final, runtime_checkable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, final
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -16,7 +15,7 @@ from infer.engine.requests.ask import Ask
 from infer.outputs import FinishReason, GenerationResult, Piece, ReasoningDelta, TokenLogprob, ToolCall, ToolCallDelta
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.bodies import Served
-from infer.serving.protocols.fields import Complete, as_given
+from infer.serving.protocols.fields import Parameters
 
 Json = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]
@@ -24,7 +23,6 @@ Bytes = list[Annotated[int, Meta(ge=0, le=255)]]
 StopReason = str | int | None
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "length"}  # aborted: its timeout expired
 LEAST_LOGPROB = -9999.0  # of an impossible token: JSON has no infinity
-Entry = dict[str, Any]
 
 
 class ChoiceFacts(Struct):
@@ -72,12 +70,11 @@ class Head(NamedTuple):
 
 def extension(results: Iterable[tuple[int, GenerationResult]]) -> Extension:
     """Return our own facts about the choices with these indices."""
-    return Extension(choices=[*starmap(_facts, results)])
-
-
-def _facts(index: int, result: GenerationResult) -> ChoiceFacts:
-    timing, rate = result.timing, result.timing.decode_tokens_per_second
-    return ChoiceFacts(index, result.seed, result.stop_reason, timing.ttft_s, timing.decode_time_s, rate)
+    choices = list[ChoiceFacts]()
+    for index, result in results:
+        times = result.timing.ttft_s, result.timing.decode_time_s, result.timing.decode_tokens_per_second
+        choices.append(ChoiceFacts(index, result.seed, result.stop_reason, *times))
+    return Extension(choices=choices)
 
 
 def call_values(call: ToolCall) -> Any:
@@ -91,18 +88,66 @@ def call_values(call: ToolCall) -> Any:
         return {}
 
 
-@runtime_checkable
-class Scored(Protocol):
-    """Tokens with their log-probabilities, if these were requested: those of a whole answer, or of a part of it."""
+@final
+class Delta(NamedTuple):
+    """The next pieces of the choice with index `choice`, or its end with the text and the reasoning held back."""
+
+    choice: int
+    pieces: Sequence[Piece]
+    text: str
+    reasoning: str
+    calls: Sequence[ToolCallDelta]
+    result: GenerationResult | None = None
+
+    @classmethod
+    def of(cls, choice: int, pieces: Sequence[Piece]) -> Self:
+        text, reasoning, calls = "", "", list[ToolCallDelta]()
+        for piece in pieces:
+            text += piece.text
+            for delta in piece.deltas:
+                if isinstance(delta, ReasoningDelta):
+                    reasoning += delta.text
+                else:
+                    calls.append(delta)
+        return cls(choice, pieces, text, reasoning, calls)
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def token_ids(self) -> list[int]:
+        return [piece.token_id for piece in self.pieces]
 
     @property
-    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
+    def logprobs(self) -> list[TokenLogprob]:
+        return [piece.logprob for piece in self.pieces if piece.logprob is not None]
 
     @property
-    def finish_reason(self) -> FinishReason | None: ...
+    def finish_reason(self) -> FinishReason | None:
+        """The finish reason of the choice if the last piece ended it."""
+        return self.pieces[-1].finish_reason if self.pieces else None
+
+    def token_columns(self, token_bytes: Sequence[bytes]) -> Json:
+        """Return the ids, bytes and origins of the tokens, for clients that request token ids."""
+        return {
+            "token_ids": self.token_ids,
+            "token_bytes": [list(token_bytes[piece.token_id]) for piece in self.pieces],
+            "token_origins": [piece.origin for piece in self.pieces],
+        }
+
+    def fields(self) -> Json:
+        """Return the reasoning and the calls as fields of OpenAI's delta, with one entry per call.
+
+        A call has its id and name only in the chunk where it begins.
+        """
+        calls = dict[int, Json]()
+        for delta in self.calls:
+            call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
+            if delta.id is not None:
+                call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+            call["function"]["arguments"] += delta.arguments
+        fields: Json = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return fields | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+Scored = GenerationResult | Delta  # tokens with their log-probabilities, if these were requested
 
 
 class Spelling(NamedTuple):
@@ -123,12 +168,12 @@ class Spelling(NamedTuple):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
 
-    def entry(self, token_id: int, logprob: float) -> Entry:
+    def entry(self, token_id: int, logprob: float) -> Json:
         """Return a token's entry. The `bytes` of an answer's tokens, joined, are its text; a control token has none."""
         spelt = None if token_id in self.control_ids else list(self.token_bytes[token_id])
         return {"token": self.text(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": spelt}
 
-    def chat_entries(self, scored: Scored) -> list[Entry]:
+    def chat_entries(self, scored: Scored) -> list[Json]:
         """Return `logprobs.content` of a chat completion."""
         return [
             self.entry(each.token_id, each.logprob) | {"top_logprobs": [self.entry(*top) for top in each.top]}
@@ -185,67 +230,6 @@ _LINE_ENDS = {each.encode(): b"\\u%04x" % ord(each) for each in "\x85\u2028\u202
 
 
 @final
-class Delta(NamedTuple):
-    """The next pieces of the choice with index `choice`, or its end with the text and the reasoning held back."""
-
-    choice: int
-    pieces: Sequence[Piece]
-    text: str
-    deltas: Sequence[ReasoningDelta | ToolCallDelta]
-    result: GenerationResult | None = None
-
-    @classmethod
-    def of(cls, choice: int, pieces: Sequence[Piece]) -> Self:
-        text, deltas = "", list[ReasoningDelta | ToolCallDelta]()
-        for piece in pieces:
-            text += piece.text
-            deltas += piece.deltas
-        return cls(choice, pieces, text, deltas)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [piece.token_id for piece in self.pieces]
-
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        return [piece.logprob for piece in self.pieces if piece.logprob is not None]
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """The finish reason of the choice if the last piece ended it."""
-        return self.pieces[-1].finish_reason if self.pieces else None
-
-    def token_columns(self, token_bytes: Sequence[bytes]) -> Json:
-        """Return the ids, bytes and origins of the tokens, for clients that request token ids."""
-        return {
-            "token_ids": self.token_ids,
-            "token_bytes": [list(token_bytes[piece.token_id]) for piece in self.pieces],
-            "token_origins": [piece.origin for piece in self.pieces],
-        }
-
-    def fields(self) -> Json:
-        """Return the reasoning and the calls as fields of OpenAI's delta, with one entry per call.
-
-        A call has its id and name only in the chunk where it begins.
-        """
-        reasoning, calls = "", dict[int, Json]()
-        for delta in self.deltas:
-            if isinstance(delta, ReasoningDelta):
-                reasoning += delta.text
-                continue
-            call = calls.setdefault(delta.index, {"index": delta.index, "function": {"arguments": ""}})
-            if delta.id is not None:
-                call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-            call["function"]["arguments"] += delta.arguments
-        fields: Json = {"reasoning_content": reasoning} if reasoning else {}
-        return fields | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-# An ask, a function that makes it if its texts must be encoded, or the answer itself if the model is not asked.
-AskOf = Callable[[Any, Served], Ask | Callable[[], Ask] | Output]
-
-
-@final
 class Accepted(NamedTuple):
     """An ask whose prompts were read.
 
@@ -287,16 +271,14 @@ class ErrorShape:
 
 
 class Shape(ErrorShape, ABC):
-    """A protocol: the Struct of its body, how a body asks, and the format of its answer and of its stream.
+    """A protocol: the Struct of its body, and the format of its answer and of its stream.
 
-    A body is read as a `body`, after `complete` has converted the fields that other programs send. `answer` is the type
-    of a whole answer.
+    `ask(served)` of a body returns what it asks, a function that makes this if texts must be encoded, or the answer
+    itself if the model is not asked. `answer` is the type of a whole answer.
     """
 
-    body: ClassVar[type[Struct]]
+    body: ClassVar[type[Parameters]]
     answer: ClassVar[Any]
-    ask: ClassVar[AskOf]
-    complete: ClassVar[Complete] = as_given
     is_stream_by_default = False
 
     def __init__(self, accepted: Accepted, body: Any) -> None:

@@ -26,7 +26,7 @@ from infer.serving.protocols.foreign import Foreign
 from infer.serving.server_settings import UnknownFields
 from infer.system.json_limits import JsonLimitError, check_limits
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
+_Body = TypeVar("_Body", bound="Parameters")
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 DECLARED: dict[str, Parameter] = {**PARAMETERS, **OPTIONS}
 # Smallest difflib ratio of similar names: "temprature" is similar to "temperature", "top_n" not to "top_k".
@@ -124,20 +124,26 @@ def _type_of(declared: Parameter) -> Any:
     raise TypeError(f"no body has values of the kind {kind}")
 
 
+def as_given(given: dict[str, Any], reading: "Reading") -> dict[str, Any]:
+    return given
+
+
 class Parameters(Struct, kw_only=True, omit_defaults=True):
-    """An object whose keys the caller chose. `foreign` has the names of other servers that may appear."""
+    """An object whose keys the caller chose. `foreign` has the names of other servers that may appear.
+
+    Before a body is read, `complete` converts the formats of other programs in it to known ones.
+    """
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
+    complete: ClassVar[Callable[[dict[str, Any], "Reading"], dict[str, Any]]] = as_given
 
     @classmethod
     def note_on(cls, given: Mapping[str, Any]) -> str | None:
         """Return a warning about a value that is nevertheless accepted, or None."""
 
 
-class ToolKeys(Struct, kw_only=True, omit_defaults=True):
-    """An object of a tool. Unknown keys are ignored, with a warning if a key is misplaced or similar to a known one."""
-
-    misplaced: ClassVar[Mapping[str, str]] = {}  # keys that belong elsewhere, and the place where they belong
+class ToolKeys(Parameters, kw_only=True, omit_defaults=True):
+    """An object of a tool. Unknown keys are ignored, with a warning if a key is foreign or similar to a known one."""
 
 
 @final
@@ -172,11 +178,6 @@ def _plain(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
 
 
-# The types that msgspec describes
-
-type_info = cache(inspect.type_info)
-
-
 @final
 class _Alternatives:
     """The types that a value may have. `most` is the length of the longest list, if lists have a limit."""
@@ -192,14 +193,9 @@ class _Alternatives:
 
 
 @cache
-def _alternatives_of(kind: Any) -> _Alternatives:
-    return _Alternatives(type_info(kind))
-
-
-@cache
 def _fields_of(cls: type[Struct]) -> dict[str, _Alternatives]:
-    struct: Any = type_info(cls)
-    return {each.encode_name: _Alternatives(each.type) for each in struct.fields}
+    described: Any = inspect.type_info(cls)
+    return {each.encode_name: _Alternatives(each.type) for each in described.fields}
 
 
 def flat(found: inspect.Type) -> Iterator[inspect.Type]:
@@ -213,9 +209,6 @@ def flat(found: inspect.Type) -> Iterator[inspect.Type]:
         yield found
 
 
-# The rules for each value
-
-
 def _settled(given: Any, allowed: _Alternatives, path: str, reading: Reading) -> Any:
     """Return the value with only the keys of its types, and whole floats as integers if integers are expected.
 
@@ -223,12 +216,12 @@ def _settled(given: Any, allowed: _Alternatives, path: str, reading: Reading) ->
     would change the answer but is not supported.
     """
     kinds, inner = allowed.kinds, allowed.items
-    if given == [] and kinds <= _OBJECTS and path and not path.endswith("]"):
+    if given == [] and kinds <= _OBJECTS and not path.endswith("]"):
         given = {}  # PHP writes empty lists and objects alike
     if isinstance(given, dict):
         for each in allowed.structs:
             if each.tag_field is None or given.get(each.tag_field) == each.tag:
-                return _settled_object(given, each, path, reading)
+                return _settled_object(given, each.cls, path, reading)
         _check_tag(given, allowed.structs, path)
         return given
     if isinstance(given, list):
@@ -258,17 +251,15 @@ def _none_of(values: list[Any], given: str, path: str) -> BodyError:
     return refuse(f"{path} must be {' or '.join(map(repr, values))}, got {shown(given)}", path)
 
 
-def _settled_object(given: Any, found: inspect.StructType, path: str, reading: Reading) -> Any:
-    known_fields = _fields_of(found.cls)
-    if issubclass(found.cls, Parameters | ToolKeys) and len(given) > MAX_KEYS:
-        raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
-    if issubclass(found.cls, Parameters):
-        known = [*known_fields, *((found.tag_field,) if found.tag_field else ())]
-        given = _taken(given, known, found.cls.foreign, path, reading)
-        if note := found.cls.note_on(given):
+def _settled_object(given: dict[str, Any], cls: type[Struct], path: str, reading: Reading) -> dict[str, Any]:
+    known_fields = _fields_of(cls)
+    if issubclass(cls, Parameters):
+        if len(given) > MAX_KEYS:
+            raise refuse(f"{path or 'the body'} must have at most {MAX_KEYS} fields, got {len(given)}", path or None)
+        tag = cls.__struct_config__.tag_field
+        given = _taken(given, [*known_fields, *([tag] if tag else [])], cls, path, reading)
+        if note := cls.note_on(given):
             reading.warn(f"{path}{note}")
-    elif issubclass(found.cls, ToolKeys):
-        _warn_of_tool(given, [*known_fields, str(found.tag_field)], found.cls.misplaced, path, reading)
     return {
         name: _settled(value, known_fields[name], _inside(path, name), reading) if name in known_fields else value
         for name, value in given.items()
@@ -276,24 +267,25 @@ def _settled_object(given: Any, found: inspect.StructType, path: str, reading: R
 
 
 def _taken(
-    given: dict[str, Any], known: list[str], foreign: Mapping[str, Foreign], path: str, reading: Reading
+    given: dict[str, Any], known: list[str], cls: type[Parameters], path: str, reading: Reading
 ) -> dict[str, Any]:
     """Return the known keys, including those that foreign keys become. Raises BodyError."""
-    found = {name: value for name, value in given.items() if name in known}
+    found, is_tool = {name: value for name, value in given.items() if name in known}, issubclass(cls, ToolKeys)
     for name, value in given.items():
-        if name in known or value is None:
+        if name in known or (value is None and not is_tool):
             continue
         place = _inside(path, name)
-        if name in foreign:
-            meant = _meant(foreign[name], value, known, place, reading)
+        if name in cls.foreign:
+            meant = _meant(cls.foreign[name], value, known, place, reading)
             _add(found, meant, place)
             reading.given_names.update(dict.fromkeys(meant, name))
             continue
-        if near := reading.near_of(name, known):
-            raise refuse(f"{place} is not known: did you mean {near}?", place, "unknown_parameter")
-        if reading.policy == "refuse":
-            raise refuse(f"{place} is not known: leave it out", place, "unknown_parameter")
-        reading.warn(f"{place:.100} is not known and was ignored")
+        near = reading.near_of(name, known)
+        hint = f": did you mean {near}?" if near else ""
+        if not is_tool and (near or reading.policy == "refuse"):
+            raise refuse(f"{place} is not known{hint or ': leave it out'}", place, "unknown_parameter")
+        if near or not is_tool:
+            reading.warn(f"{place:.100} is not known and was ignored{hint}")
     return found
 
 
@@ -335,42 +327,18 @@ def _add(found: dict[str, Any], meant: Mapping[str, Any], path: str) -> None:
         found[name] = value
 
 
-def _warn_of_tool(
-    given: dict[str, Any], known: list[str], misplaced: Mapping[str, str], path: str, reading: Reading
-) -> None:
-    for name in given:
-        if name in known:
-            continue
-        shown_path = f"{_inside(path, name):.100}"
-        if place := misplaced.get(name):
-            reading.warn(f"{shown_path} was ignored: {name} belongs to {place}")
-        elif near := reading.near_of(name, known):
-            reading.warn(f"{shown_path} is not known and was ignored: did you mean {near}?")
-
-
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>\\u[dD][89a-fA-F]..)|\\.")
 
-Complete = Callable[[dict[str, Any], Reading], dict[str, Any]]
 
-
-def as_given(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
-    return given
-
-
-def read_body(
-    content: bytes, kind: type[_Body], complete: Complete = as_given, reading: Reading | None = None
-) -> _Body:
-    """Return the body as a `kind`. Raises BodyError.
-
-    Before that, `complete` converts other programs' formats to known ones.
-    """
+def read_body(content: bytes, kind: type[_Body], reading: Reading | None = None) -> _Body:
+    """Return the body as a `kind`. Raises BodyError."""
     content = content.removeprefix(BOM_UTF8)
     check_body(content)
     try:
         given = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse(f"the body is not JSON: {_why_not_json(content, error)}", None, "invalid_json") from None
-    return body_from(given, kind, complete, reading or Reading())
+    return body_from(given, kind, reading or Reading())
 
 
 def check_body(content: bytes) -> None:
@@ -381,11 +349,10 @@ def check_body(content: bytes) -> None:
         raise refuse(f"the body is {error}", None, "invalid_json") from None
 
 
-def body_from(given: Any, kind: type[_Body], complete: Complete, reading: Reading) -> _Body:
+def body_from(given: Any, kind: type[_Body], reading: Reading) -> _Body:
     """Return the body of parsed JSON. Raises BodyError."""
     if isinstance(given, dict):
-        given = complete(dict(given), reading)
-    given = _settled(given, _alternatives_of(kind), "", reading)
+        given = _settled_object(kind.complete(dict(given), reading), kind, "", reading)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -27,34 +27,12 @@ from infer.serving.protocols.events import (
     without_end,
 )
 from infer.serving.protocols.fields import Reading, refuse
-from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_completion, ask_text, between
+from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_text, between
 
 _NEW_NAMES = {"n_predict": "max_tokens", "n_probs": "logprobs", "return_tokens": "return_token_ids", "n_cmpl": "n"}
 _Body = TypeVar("_Body", bound=TextBody)
 _BANNED = -100.0  # the smallest bias of a body, for a token whose bias is false
 _SHOWN = ("seed", "temperature", *FILTER_NAMES, "presence_penalty", "frequency_penalty")
-
-
-@final
-class InfillFile(Struct, kw_only=True):
-    """Another file of the project, or a part of it."""
-
-    text: str
-    filename: str = "file"
-
-
-@final
-class InfillBody(TextBody, kw_only=True):
-    """A request for the text between two texts. `prompt` is the beginning of the line, after `input_prefix`."""
-
-    input_prefix: str
-    input_suffix: str
-    input_extra: list[InfillFile] | None = None
-    prompt: str | None = None
-
-    @property
-    def before(self) -> str:
-        return self.input_prefix + (self.prompt or "")
 
 
 def complete_llamacpp(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
@@ -79,35 +57,6 @@ def complete_llamacpp(given: dict[str, Any], reading: Reading) -> dict[str, Any]
     return found
 
 
-def ask_continuation(body: CompletionBody, served: Served) -> Ask | Callable[[], Ask]:
-    """Return what a body of `/completion` asks. Raises BodyError."""
-    return ask_completion(_settled(body, served), served)
-
-
-def ask_infill(body: InfillBody, served: Served) -> Callable[[], Ask]:
-    """Return a function that makes what a body of `/infill` asks. Raises BodyError."""
-    asked, most = ask_text(_settled(body, served), served), served.llm.max_seq_len
-    files = [(each.filename, each.text) for each in body.input_extra or ()]
-    room = most - min(asked.params[0].max_new_tokens or NUM_TOKENS_OF_CALLS, most // 2)
-
-    def encode() -> Ask:
-        with refusing("input_prefix"):
-            prompt = served.llm.tokenizer.encode_infill(body.before, body.input_suffix, files, max_tokens=room)
-        return between(asked, [prompt], served)
-
-    return encode
-
-
-def _settled(body: _Body, served: Served) -> _Body:
-    """Return the body with a seed in place of -1, and with one token in place of none.
-
-    A body that asks for no token has its prompt read into the cache. The seed is derived from the request's id, so that
-    another process continues the answer with the same seed.
-    """
-    seed = seed_of(0, served.id) >> (64 - SEED_BITS) if body.seed == -1 else body.seed
-    return replace_fields(body, seed=seed, max_tokens=body.max_tokens or 1)
-
-
 def _bias_by_id(pairs: list[Any]) -> dict[str, Any]:
     """Return the biases by token id. `false` bans a token. Raises BodyError."""
     found = dict[str, Any]()
@@ -121,6 +70,61 @@ def _bias_by_id(pairs: list[Any]) -> dict[str, Any]:
                 path = f"logit_bias[{index}]"
                 raise refuse(f"{path} must be a token id and its bias, such as [15043, -1.5]", path)
     return found
+
+
+@final
+class ContinuationBody(CompletionBody, kw_only=True):
+    """A request to continue `prompt`, in llama.cpp's names."""
+
+    complete = complete_llamacpp
+
+    def ask(self, served: Served) -> Ask | Callable[[], Ask]:
+        """Return what the body asks. Raises BodyError."""
+        return CompletionBody.ask(_settled(self, served), served)
+
+
+@final
+class InfillFile(Struct, kw_only=True):
+    """Another file of the project, or a part of it."""
+
+    text: str
+    filename: str = "file"
+
+
+@final
+class InfillBody(TextBody, kw_only=True):
+    """A request for the text between two texts. `prompt` is the beginning of the line, after `input_prefix`."""
+
+    complete = complete_llamacpp
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[InfillFile] | None = None
+    prompt: str | None = None
+
+    def ask(self, served: Served) -> Callable[[], Ask]:
+        """Return a function that makes what the body asks. Raises BodyError."""
+        asked, most = ask_text(_settled(self, served), served), served.llm.max_seq_len
+        before = self.input_prefix + (self.prompt or "")
+        files = [(each.filename, each.text) for each in self.input_extra or ()]
+        room = most - min(asked.params[0].max_new_tokens or NUM_TOKENS_OF_CALLS, most // 2)
+
+        def encode() -> Ask:
+            with refusing("input_prefix"):
+                prompt = served.llm.tokenizer.encode_infill(before, self.input_suffix, files, max_tokens=room)
+            return between(asked, [prompt], served)
+
+        return encode
+
+
+def _settled(body: _Body, served: Served) -> _Body:
+    """Return the body with a seed in place of -1, and with one token in place of none.
+
+    A body that asks for no token has its prompt read into the cache. The seed is derived from the request's id, so that
+    another process continues the answer with the same seed.
+    """
+    seed = seed_of(0, served.id) >> (64 - SEED_BITS) if body.seed == -1 else body.seed
+    return replace_fields(body, seed=seed, max_tokens=body.max_tokens or 1)
 
 
 class LlamacppProbability(Struct):
@@ -175,7 +179,7 @@ class LlamacppCompletion(LlamacppPart, kw_only=True):
 
 
 class LlamacppShape(Shape):
-    complete, last = complete_llamacpp, b""
+    last = b""
 
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
         self._served, self._params, self._prompt_ids = accepted.served, accepted.ask.params, accepted.prompt_ids
@@ -256,12 +260,12 @@ class LlamacppShape(Shape):
 
 @final
 class ContinuationShape(LlamacppShape):
-    body, answer, ask = CompletionBody, LlamacppCompletion | list[LlamacppCompletion], ask_continuation
+    body, answer = ContinuationBody, LlamacppCompletion | list[LlamacppCompletion]
 
 
 @final
 class InfillShape(LlamacppShape):
-    body, answer, ask = InfillBody, LlamacppCompletion, ask_infill
+    body, answer = InfillBody, LlamacppCompletion
 
 
 def _timings(result: GenerationResult) -> LlamacppTimings:

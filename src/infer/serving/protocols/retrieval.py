@@ -20,13 +20,12 @@ from infer.serving.protocols.foreign import Foreign
 from infer.serving.protocols.openai.ask import Body
 
 Encoding = Literal["float", "base64"]
-_Index = Annotated[int, Meta(ge=0)]
 _Item = TypeVar("_Item")
 _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class Embedding(Struct, tag_field="object", tag="embedding"):
-    index: _Index
+    index: Count
     embedding: list[float] | str
 
 
@@ -61,7 +60,7 @@ class RerankDocument(Struct):
 
 
 class RerankResult(Struct):
-    index: _Index
+    index: Count
     relevance_score: float
     document: RerankDocument | UnsetType = UNSET
 
@@ -69,7 +68,7 @@ class RerankResult(Struct):
 class RankedText(Struct):
     """A text of an answer to a body of Text Embeddings Inference."""
 
-    index: _Index
+    index: Count
     score: float
     text: str | UnsetType = UNSET
 
@@ -127,10 +126,10 @@ class RerankBody(Body, kw_only=True):
 class Labelled(Struct):
     """The most probable label of a text, and the probabilities of all labels in the model's order."""
 
-    index: _Index
+    index: Count
     label: str
     probs: list[float]
-    num_classes: _Index
+    num_classes: Count
 
 
 @final

@@ -148,9 +148,7 @@ class _Lark:
         name = f"{kind}_{len(self.rules)}"
         self.rules.append(f"{name}{option}: {body}")
         self._num_characters += len(body)
-        if (
-            self._num_characters > MAX_BYTES
-        ):  # a content is repeated for each end, so nested ones may grow without limit
+        if self._num_characters > MAX_BYTES:  # a content is repeated per end, so nested ones may grow without limit
             raise refuse(f"response_format must be a grammar of at most {MAX_BYTES} bytes", "response_format")
         return name
 

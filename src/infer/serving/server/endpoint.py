@@ -17,7 +17,6 @@ from math import inf
 from typing import Any, NamedTuple, TypeVar, final
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -26,7 +25,7 @@ from infer.errors import InferError
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError, api_error
 from infer.serving.protocols.bodies import refusing
 from infer.serving.protocols.events import EVENTS, ErrorShape, Json, with_warnings
-from infer.serving.protocols.fields import Complete, Reading, as_given, read_body
+from infer.serving.protocols.fields import Parameters, Reading, read_body
 from infer.serving.server.connection import CONNECTION, FAILED, Call, call_of, unpack
 from infer.serving.server.door import Arrival
 from infer.serving.server.server_state import ServerState
@@ -54,8 +53,8 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 class ApiRoute(NamedTuple):
     """A route of the server. The routing table and openapi.json are derived from it.
 
-    `path` is in Starlette's notation. The body of a request is read as a `body`, after `complete` has converted the
-    fields that other programs send. Warnings about the body are kept in the call, and the answer contains them.
+    `path` is in Starlette's notation. The body of a request is read as a `body`. Warnings about the body are kept in
+    the call, and the answer contains them.
     `answer` is a type that msgspec describes, or the media type of any other answer. A route that `streams` can also
     answer with events: those of its `shape`, which also shows its errors. `parameters` describe the query, in OpenAPI's
     notation. If `is_open`, no key is needed. `operation` is the model's task, in OpenTelemetry's words; the handler of
@@ -67,12 +66,11 @@ class ApiRoute(NamedTuple):
     path: str
     handler: Handler
     summary: str = ""
-    body: type[Struct] | None = None
+    body: type[Parameters] | None = None
     answer: Any = JSON
     operation: str = ""
     streams: bool = False
     parameters: Sequence[Json] = ()
-    complete: Complete = as_given
     is_open: bool = False
     shape: type[ErrorShape] = ErrorShape
 
@@ -139,7 +137,7 @@ async def answer_to(request: ApiRequest, route: ApiRoute) -> Any:
         return await route.handler(request)
     state.check_ready()
     reading = Reading(state.settings.unknown_fields, call.warnings)
-    read = partial(read_body, request._body, route.body, route.complete, reading)
+    read = partial(read_body, request._body, route.body, reading)
     return await route.handler(request, await read_apart(read, request._body))
 
 

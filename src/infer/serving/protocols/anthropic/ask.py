@@ -51,10 +51,6 @@ _FOREIGN = {
     "response_format": Foreign("use output_config.format", ({"type": "text"},)),
     "stop": Foreign("use stop_sequences", same_as=("stop_sequences",)),
 }
-_OF_ANSWERS = (
-    *("max_tokens", "metadata", "service_tier", "stop_sequences", "stream"),
-    *("temperature", "top_k", "top_p", "seed"),
-)
 
 
 @final
@@ -182,79 +178,6 @@ class OutputConfig(Parameters, kw_only=True):
     format: JsonOutput | None = None
 
 
-class PromptBody(Parameters, kw_only=True):
-    """The fields that both routes have. `cache_salt` is not in Anthropic's API."""
-
-    foreign = _FOREIGN
-
-    model: str | None = None
-    cache_salt: str | None = None
-    messages: Annotated[list[MessageTurn], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    thinking: Thinking | None = None
-    cache_control: CacheControl | None = None
-    output_config: OutputConfig | None = None
-    tools: MessagesTools | None = None
-    tool_choice: Choice | None = None
-
-
-@final
-class CountTokensBody(PromptBody, kw_only=True):
-    """The prompt to count. The fields of a request for an answer are accepted, because clients send them too."""
-
-    foreign = _FOREIGN | dict.fromkeys(_OF_ANSWERS, HINT)
-
-
-@final
-class MessagesBody(PromptBody, kw_only=True):
-    """A request for an answer.
-
-    `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
-    """
-
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: only read the prompt into the cache
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-
-
-@final
-class TokenBudgets:
-    """The budget reminders of one prompt, which are removed from the ends of its texts.
-
-    The newest one is appended after all messages.
-    """
-
-    def __init__(self, prompts: AgentPrompts) -> None:
-        self._is_kept = prompts == "keep"
-        self._newest: str | None = None
-
-    def taken_from(self, text: str) -> str:
-        """Return the text without a reminder at its end, and remember the reminder."""
-        if self._is_kept:
-            return text
-        begin = max(0, len(text.rstrip()) - _MOST_BUDGET)
-        for found in _BUDGET.finditer(text, begin):
-            if not text[found.end() :].strip():
-                self._newest = found["budget"]
-                return text[: found.start()].rstrip()
-        return text
-
-    def put_behind(self, messages: list[dict[str, Any]]) -> None:
-        """Append the newest reminder to the last message that the assistant did not write."""
-        if self._newest is None:
-            return
-        for message in reversed(messages):
-            if message["role"] != "assistant":
-                message["content"] = "\n\n".join(filter(None, (message["content"], self._newest)))
-                return
-
-
 def complete_messages(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return the body whose messages and tools have only known kinds of blocks and tools.
 
@@ -330,54 +253,123 @@ def _result(block: dict[str, Any], path: str, reading: Reading) -> dict[str, Any
 def _readable(block: dict[str, Any], kind: str) -> str | None:
     """Return the text of a document, a search result or a reference if it is plain text, else None."""
     match kind, block.get("source"):
-        case "document", {"type": "text", "data": str(text)}:
-            return _titled(block, text)
-        case "document", {"type": "content", "content": content}:
-            return _titled(block, _joined(content))
+        case "document", {"type": "text", "data": str(content)} | {"type": "content", "content": content}:
+            pass
         case "search_result", _:
-            return _titled(block, _joined(block.get("content")))
+            content = block.get("content")
         case "tool_reference", _:  # the tool is shown with the others, though its loading was deferred
             return str(block.get("tool_name"))
-    return None
-
-
-def _joined(content: Any) -> str | None:
-    """Return the joined texts of a list of text blocks, or None if a block is of another kind."""
-    match content:
-        case str():
-            return content
-        case [*blocks] if all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in blocks):
-            return "".join(each["text"] for each in blocks)
-    return None
-
-
-def _titled(block: dict[str, Any], text: str | None) -> str | None:
+        case _:
+            return None
+    if isinstance(content, list) and all(isinstance(each, dict) for each in content):
+        texts = [each.get("text") for each in content]
+        content = "".join(texts) if all(isinstance(each, str) for each in texts) else None
+    if not isinstance(content, str):
+        return None
     title = block.get("title")
-    return f"{title}\n{text}" if text is not None and isinstance(title, str) and title else text
+    return f"{title}\n{content}" if isinstance(title, str) and title else content
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def ask_message(body: MessagesBody, served: Served) -> Ask:
-    """Return what a body asks. Raises BodyError."""
-    values = sampling_of(body)
-    if "json_schema" in values and body.messages[-1].role == "assistant":
-        raise refuse("messages must not end with the assistant's if output_config.format is given", "messages")
-    return replace(ask_prompt(body, served), params=served.params(values, body.seed, "messages"))
+class PromptBody(Parameters, kw_only=True):
+    """The fields that both routes have. `cache_salt` is not in Anthropic's API."""
+
+    foreign, complete = _FOREIGN, complete_messages
+
+    model: str | None = None
+    cache_salt: str | None = None
+    messages: Annotated[list[MessageTurn], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    tools: MessagesTools | None = None
+    tool_choice: Choice | None = None
+
+    def ask(self, served: Served) -> Ask:
+        """Return the prompt of a body and its options, without parameters. Raises BodyError."""
+        messages = messages_of(self.messages, self.system, served.agent_prompts)
+        template = served.llm.tokenizer.chat_template
+        # A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
+        budget = 0 if isinstance(self.thinking, ThinkingOff) else getattr(self.thinking, "budget_tokens", None)
+        budget = None if reasoning_of(template or "") is None else budget
+        with refusing("messages"):
+            fields = tool_fields(self.tools, self.tool_choice)
+            options = RequestOptions(**fields, reasoning_budget=budget, cache_salt=self.cache_salt or "")
+        variables = variables_of(self, messages, template)
+        return Ask([messages], options=options, variables=variables, prompt_name="messages")
 
 
-def ask_prompt(body: PromptBody, served: Served) -> Ask:
-    """Return the prompt of a body and its options, without parameters. Raises BodyError."""
-    messages = messages_of(body.messages, body.system, served.agent_prompts)
-    template = served.llm.tokenizer.chat_template
-    # A thinking budget is an upper limit, so it is ignored if the template has no reasoning.
-    budget = budget_of(body.thinking) if reasoning_of(template or "") is not None else None
-    with refusing("messages"):
-        fields = tool_fields(body.tools, body.tool_choice)
-        options = RequestOptions(**fields, reasoning_budget=budget, cache_salt=body.cache_salt or "")
-    return Ask([messages], options=options, variables=variables_of(body, messages, template), prompt_name="messages")
+@final
+class MessagesBody(PromptBody, kw_only=True):
+    """A request for an answer.
+
+    `seed` is not in Anthropic's API. Without `max_tokens`, an answer may fill the context.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0: only read the prompt into the cache
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+    def ask(self, served: Served) -> Ask:
+        """Return what the body asks. Raises BodyError."""
+        values = without_nulls({name: getattr(self, name) for name in ("temperature", "top_k", "top_p")})
+        values["max_tokens"] = 1 if self.max_tokens == 0 else self.max_tokens  # one token, so that the prompt is read
+        if stops := [each for each in self.stop_sequences or () if each]:
+            values["stop"] = stops
+        if self.output_config is not None and self.output_config.format is not None:
+            values["json_schema"] = self.output_config.format.schema
+        if "json_schema" in values and self.messages[-1].role == "assistant":
+            raise refuse("messages must not end with the assistant's if output_config.format is given", "messages")
+        return replace(PromptBody.ask(self, served), params=served.params(values, self.seed, "messages"))
+
+
+@final
+class CountTokensBody(PromptBody, kw_only=True):
+    """The prompt to count. The fields of a request for an answer are accepted, because clients send them too."""
+
+    foreign = _FOREIGN | dict.fromkeys({*MessagesBody.__struct_fields__} - {*PromptBody.__struct_fields__}, HINT)
+
+
+@final
+class TokenBudgets:
+    """The budget reminders of one prompt, which are removed from the ends of its texts.
+
+    The newest one is appended after all messages.
+    """
+
+    def __init__(self, prompts: AgentPrompts) -> None:
+        self._is_kept = prompts == "keep"
+        self._newest: str | None = None
+
+    def taken_from(self, text: str) -> str:
+        """Return the text without a reminder at its end, and remember the reminder."""
+        if self._is_kept:
+            return text
+        begin = max(0, len(text.rstrip()) - _MOST_BUDGET)
+        for found in _BUDGET.finditer(text, begin):
+            if not text[found.end() :].strip():
+                self._newest = found["budget"]
+                return text[: found.start()].rstrip()
+        return text
+
+    def put_behind(self, messages: list[dict[str, Any]]) -> None:
+        """Append the newest reminder to the last message that the assistant did not write."""
+        if self._newest is None:
+            return
+        for message in reversed(messages):
+            if message["role"] != "assistant":
+                message["content"] = "\n\n".join(filter(None, (message["content"], self._newest)))
+                return
 
 
 def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str | None) -> dict[str, Any]:
@@ -387,16 +379,6 @@ def variables_of(body: PromptBody, messages: list[dict[str, Any]], template: str
     if effort is not None and (reasoning := reasoning_of(template or "")) is not None:
         found["reasoning_effort"] = reasoning.nearest_effort(effort)
     return found if body.thinking is None else found | {"enable_thinking": not isinstance(body.thinking, ThinkingOff)}
-
-
-def sampling_of(body: MessagesBody) -> dict[str, Any]:
-    values = without_nulls({name: getattr(body, name) for name in ("temperature", "top_k", "top_p")})
-    values["max_tokens"] = 1 if body.max_tokens == 0 else body.max_tokens  # one token, so that the prompt is read
-    if stops := [each for each in body.stop_sequences or () if each]:
-        values["stop"] = stops
-    if body.output_config is not None and body.output_config.format is not None:
-        values["json_schema"] = body.output_config.format.schema
-    return values
 
 
 def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str, Any]:
@@ -419,13 +401,6 @@ def tool_fields(tools: MessagesTools | None, choice: Choice | None) -> dict[str,
 def _tool(given: MessagesTool) -> dict[str, Any]:
     found = {"name": given.name, "description": given.description, "parameters": given.input_schema}
     return found | ({"strict": True} if given.strict else {})
-
-
-def budget_of(thinking: Thinking | None) -> int | None:
-    """Return the maximum number of reasoning tokens, or None if there is no limit."""
-    if isinstance(thinking, ThinkingOn):
-        return thinking.budget_tokens
-    return 0 if isinstance(thinking, ThinkingOff) else None
 
 
 def messages_of(

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple, Self, final
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
-from infer.outputs import GenerationResult, ReasoningDelta, ToolCallDelta
-from infer.serving.protocols.anthropic.ask import MessagesBody, ask_message, complete_messages
+from infer.outputs import GenerationResult
+from infer.serving.protocols.anthropic.ask import MessagesBody
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import Accepted, Count, Delta, Json, Output, Shape, call_values
 
@@ -105,8 +105,7 @@ class MessageShape(Shape):
     The first event has the number of cached tokens, so it is sent when the prompt has been read.
     """
 
-    body, answer, ask, complete = MessagesBody, AnthropicMessage, ask_message, complete_messages
-    error_type, last = MessagesError, b""
+    body, answer, error_type, last = MessagesBody, AnthropicMessage, MessagesError, b""
 
     def __init__(self, accepted: Accepted, body: MessagesBody) -> None:
         self._head, self._stops = accepted.head("msg_"), frozenset(body.stop_sequences or ())
@@ -164,19 +163,17 @@ class MessageShape(Shape):
     def _deltas(self, part: Delta) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
-        for delta in part.deltas:
-            if isinstance(delta, ReasoningDelta):
-                found += self._begin("thinking", MessageThinking("", ""))
-                found.append(self._delta({"type": "thinking_delta", "thinking": delta.text}))
+        if part.reasoning:
+            found += self._begin("thinking", MessageThinking("", ""))
+            found.append(self._delta({"type": "thinking_delta", "thinking": part.reasoning}))
         if part.text:
             found += self._begin("text", MessageText(""))
             found.append(self._delta({"type": "text_delta", "text": part.text}))
-        for delta in part.deltas:
-            if isinstance(delta, ToolCallDelta):
-                if delta.id is not None:
-                    found += self._begin(delta.id, MessageToolUse(delta.id, delta.name or "", {}))
-                if delta.arguments:
-                    found.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
+        for call in part.calls:
+            if call.id is not None:
+                found += self._begin(call.id, MessageToolUse(call.id, call.name or "", {}))
+            if call.arguments:
+                found.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return found
 
     def _begin(self, what: str, block: MessageBlock) -> list[Json]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,24 +15,23 @@ from infer.request_limits import (
     MAX_BIAS,
     MAX_BUDGET,
     MAX_CHOICES,
+    MAX_KEYS,
     MAX_LOGPROBS,
     MAX_TOKENS,
     MAX_TOOLS,
     NUM_TOKENS_OF_COMPLETIONS,
 )
-from infer.sampling_params import PARAMETERS
+from infer.sampling_params import ALIASES, PARAMETER_NAMES, PARAMETERS
 from infer.serving.protocols.bodies import (
     Arguments,
     OutputRefusal,
     Served,
-    budget_of,
     complete_each,
     effort_variables,
     own_tools,
     past_arguments,
     prompts_of,
     refusing,
-    template_variables,
     text_parts,
 )
 from infer.serving.protocols.fields import Parameters, Reading, ToolKeys, declares, refuse, shown, values_of
@@ -42,6 +41,8 @@ from infer.text.grammar.grammar import not_strict
 
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _MOST_ID_DIGITS = 20
+_FLAGS = ("add_generation_prompt", "continue_final_message")  # of templates
+_NOT_FOR_TEMPLATES = {"messages", "chat_template", "allow_special", "tools", *_FLAGS}
 _ROLES = {"function": "tool", "developer": "system"}  # "function" is of OpenAI's format before tools
 
 
@@ -52,8 +53,7 @@ def _of_schema(name: str) -> Foreign:
 _FLAT = {name: _of_schema(name) for name in ("name", "schema", "description", "strict")}
 
 TokenLimit = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)]  # number of an answer's tokens; -1: to the end of the context
-_Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-_Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
+Budget = Annotated[int, Meta(ge=0, le=MAX_BUDGET)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -136,176 +136,6 @@ class ToolMessage(_Message, tag="tool", kw_only=True):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-# Constraints on the answer
-
-
-@final
-class TextFormat(Parameters, tag_field="type", tag="text"):
-    pass
-
-
-@final
-class JsonObjectFormat(Parameters, tag_field="type", tag="json_object"):
-    """A JSON object. `schema` is llama.cpp's field."""
-
-    schema: dict[str, Any] | None = None
-
-
-class JsonSchema(Parameters, kw_only=True):
-    """A schema that constrains the answer, with `strict` or without."""
-
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-    @classmethod
-    def note_on(cls, given: Mapping[str, Any]) -> str | None:
-        """Return a warning about a name that OpenAI's servers would refuse."""
-        if isinstance(name := given.get("name"), str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
-            return None
-        return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
-
-
-@final
-class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
-    """A schema with its name. llama.cpp and `/v1/responses` have its fields beside the type."""
-
-    foreign = _FLAT
-
-    json_schema: JsonSchema
-
-
-Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
-
-
-class Function(ToolKeys, kw_only=True):
-    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-# Tools
-
-
-@final
-class FunctionTool(ToolKeys, tag_field="type", tag="function"):
-    misplaced = dict.fromkeys(("strict", "parameters", "name", "description"), "function")
-
-    function: Function
-
-
-@final
-class FunctionName(Parameters):
-    name: str
-
-
-@final
-class NamedFunction(Parameters, tag_field="type", tag="function"):
-    function: FunctionName
-
-
-@final
-class Allowed(Parameters):
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
-
-
-@final
-class AllowedTools(Parameters, tag_field="type", tag="allowed_tools"):
-    allowed_tools: Allowed
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
-
-
-# Parameters of an answer
-
-
-@final
-class StreamOptions(Parameters):
-    """Options of a stream. With `continuous_usage_stats`, every chunk has the usage so far. Chunks are never padded."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-@declares("generating")
-class GeneratingBody(Body, kw_only=True):
-    """The parameters of all routes that generate: OpenAI's, vLLM's and our own."""
-
-    foreign = FOREIGN
-
-    stream: bool | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-
-
-@declares("completions")
-class CompletingBody(GeneratingBody, kw_only=True):
-    """The parameters of both completion routes."""
-
-    n: _Choices | None = None
-    response_format: Format | None = None
-    stream_options: StreamOptions | None = None
-    prompt_logprobs: Alternatives | None = None
-    return_token_ids: bool | None = None
-
-
-@declares("conversations")
-class ConversationBody(CompletingBody, kw_only=True):
-    """The parameters that belong to messages: variables of the template, tools and reasoning."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
-    parallel_tool_calls: bool | None = None
-    thinking_token_budget: _Budget | None = None
-    reasoning_effort: Effort | None = None
-
-
-@final
-class ChatBody(ConversationBody, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_tokens: TokenLimit | None = None
-    max_completion_tokens: TokenLimit | None = None
-    logprobs: bool | None = None
-    top_logprobs: Alternatives | None = None
-
-
-class TextBody(CompletingBody, kw_only=True):
-    """A request to continue `prompt`: a text, ids, or a list of either."""
-
-    prompt: str | list[Any] | None = None
-    max_tokens: TokenLimit | None = None
-    logprobs: Alternatives | None = None
-
-
-@final
-class CompletionBody(TextBody, kw_only=True):
-    """A request to continue `prompt`. `suffix` is the text after the continuation."""
-
-    prompt: str | list[Any]
-    suffix: str | None = None
-    echo: bool | None = None
-
-
-# Responses
-
-
-@final
-class NamedSchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True):
-    """The fields of `JsonSchemaFormat` without its inner object."""
-
-    schema: dict[str, Any]
-
-
 def complete_chat(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Return a chat's body whose messages and tools have only known kinds of parts and tools.
 
@@ -373,6 +203,219 @@ def _with_type(tool: Any) -> Any:
     return {"type": "function", **tool} if isinstance(tool, dict) and "function" in tool else tool
 
 
+# Constraints on the answer
+
+
+@final
+class TextFormat(Parameters, tag_field="type", tag="text"):
+    pass
+
+
+@final
+class JsonObjectFormat(Parameters, tag_field="type", tag="json_object"):
+    """A JSON object. `schema` is llama.cpp's field."""
+
+    schema: dict[str, Any] | None = None
+
+
+class JsonSchema(Parameters, kw_only=True):
+    """A schema that constrains the answer, with `strict` or without."""
+
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @classmethod
+    def note_on(cls, given: Mapping[str, Any]) -> str | None:
+        """Return a warning about a name that OpenAI's servers would refuse."""
+        if isinstance(name := given.get("name"), str) and re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
+            return None
+        return ".name should have 1 to 64 characters of a-z, A-Z, 0-9, _ and -"
+
+
+@final
+class JsonSchemaFormat(Parameters, tag_field="type", tag="json_schema"):
+    """A schema with its name. llama.cpp and `/v1/responses` have its fields beside the type."""
+
+    foreign = _FLAT
+
+    json_schema: JsonSchema
+
+
+Format = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+class Function(ToolKeys, kw_only=True):
+    """A function. With `strict`, a schema that no grammar can enforce is refused; without it, that part is left out."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+# Tools
+
+
+@final
+class FunctionTool(ToolKeys, tag_field="type", tag="function"):
+    foreign: ClassVar[Mapping[str, Foreign]] = {
+        name: Foreign(warning=f"{name} belongs to function") for name in ("strict", "parameters", "name", "description")
+    }
+
+    function: Function
+
+
+@final
+class FunctionName(Parameters):
+    name: str
+
+
+@final
+class NamedFunction(Parameters, tag_field="type", tag="function"):
+    function: FunctionName
+
+
+@final
+class Allowed(Parameters):
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+@final
+class AllowedTools(Parameters, tag_field="type", tag="allowed_tools"):
+    allowed_tools: Allowed
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Tools = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+
+
+# Parameters of an answer
+
+
+@final
+class StreamOptions(Parameters):
+    """Options of a stream. With `continuous_usage_stats`, every chunk has the usage so far. Chunks are never padded."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+@declares("generating")
+class GeneratingBody(Body, kw_only=True):
+    """The parameters of all routes that generate: OpenAI's, vLLM's and our own."""
+
+    foreign = FOREIGN
+
+    stream: bool | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+
+
+@declares("completions")
+class CompletingBody(GeneratingBody, kw_only=True):
+    """The parameters of both completion routes."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: Format | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Alternatives | None = None
+    return_token_ids: bool | None = None
+
+
+@declares("conversations")
+class ConversationBody(CompletingBody, kw_only=True):
+    """The parameters that belong to messages: variables of the template, tools and reasoning."""
+
+    complete = complete_chat
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: Budget | None = None
+    reasoning_effort: Effort | None = None
+
+
+@final
+class ChatBody(ConversationBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+    def ask(self, served: Served) -> Ask:
+        """Return what the body asks. Raises BodyError."""
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and len({*limits}) == 2:
+            raise refuse("max_tokens is {} and max_completion_tokens {}: give one".format(*limits), "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
+        values = sampling_values(self) | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
+        params = served.params(values, self.seed, "messages", self.n or 1)
+        variables = template_variables(self, served.llm.tokenizer.chat_template)
+        options = conversation_options(self, self.reasoning_effort)
+        messages, is_answered = messages_of(self.messages), 0 not in limits
+        return Ask([messages], params, options, variables=variables, prompt_name="messages", is_answered=is_answered)
+
+
+class TextBody(CompletingBody, kw_only=True):
+    """A request to continue `prompt`: a text, ids, or a list of either."""
+
+    prompt: str | list[Any] | None = None
+    max_tokens: TokenLimit | None = None
+    logprobs: Alternatives | None = None
+
+
+class CompletionBody(TextBody, kw_only=True):
+    """A request to continue `prompt`. `suffix` is the text after the continuation."""
+
+    prompt: str | list[Any]
+    suffix: str | None = None
+    echo: bool | None = None
+
+    def ask(self, served: Served) -> Ask | Callable[[], Ask]:
+        """Return what the body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
+
+        If the model cannot fill in text, warn and continue the prompts.
+        """
+        asked = ask_text(self, served)
+        if not self.suffix:
+            return asked
+        if served.llm.tokenizer.infill_marks is None:
+            problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
+            if served.reading.policy == "refuse":
+                raise refuse(f"{problem}: leave it out", "suffix")
+            served.reading.warn(problem)
+            return asked
+        if self.echo:
+            raise refuse("echo must not be given with suffix: leave out echo", "echo")
+        if any(not isinstance(each, str) for each in asked.prompts):
+            raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
+
+        def fill_in() -> Ask:
+            with refusing("suffix"):
+                prompts = [served.llm.tokenizer.encode_infill(each, self.suffix) for each in asked.prompts]
+            return between(asked, prompts, served)
+
+        return fill_in
+
+
+# Responses
+
+
+@final
+class NamedSchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True):
+    """The fields of `JsonSchemaFormat` without its inner object."""
+
+    schema: dict[str, Any]
+
+
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them.
 
@@ -383,55 +426,6 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if isinstance(parts := message["content"], list):
             message["content"] = [{**part.pop("own", {}), **part} for part in parts]
     return found
-
-
-def ask_chat(body: ChatBody, served: Served) -> Ask:
-    """Return what a body asks. Raises BodyError."""
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        message = f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}: give one"
-        raise refuse(message, "max_tokens")
-    if body.top_logprobs and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    values = sampling_values(body) | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
-    params = served.params(values, body.seed, "messages", body.n or 1)
-    variables = conversation_variables(body, served.llm.tokenizer.chat_template)
-    options = conversation_options(body, body.reasoning_effort)
-    is_answered = 0 not in (body.max_tokens, body.max_completion_tokens)
-    return Ask(
-        [messages_of(body.messages)],
-        params,
-        options,
-        variables=variables,
-        prompt_name="messages",
-        is_answered=is_answered,
-    )
-
-
-def ask_completion(body: CompletionBody, served: Served) -> Ask | Callable[[], Ask]:
-    """Return what a body asks. A prompt with a suffix gets the marks of its model. Raises BodyError.
-
-    If the model cannot fill in text, warn and continue the prompts.
-    """
-    asked = ask_text(body, served)
-    if not body.suffix:
-        return asked
-    if served.llm.tokenizer.infill_marks is None:
-        problem = "suffix: this model has no tokens to fill in text; the prompt is continued"
-        if served.reading.policy == "refuse":
-            raise refuse(f"{problem}: leave it out", "suffix")
-        served.reading.warn(problem)
-        return asked
-    if body.echo:
-        raise refuse("echo must not be given with suffix: leave out echo", "echo")
-    if any(not isinstance(each, str) for each in asked.prompts):
-        raise refuse("with suffix, prompts must be texts, got token ids: put the suffix into the ids", "prompt")
-
-    def fill_in() -> Ask:
-        with refusing("suffix"):
-            prompts = [served.llm.tokenizer.encode_infill(each, body.suffix) for each in asked.prompts]
-        return between(asked, prompts, served)
-
-    return fill_in
 
 
 def between(asked: Ask, prompts: Sequence[Sequence[int]], served: Served) -> Ask:
@@ -454,22 +448,41 @@ def ask_text(body: TextBody, served: Served) -> Ask:
 
 
 def conversation_options(body: Any, effort: str | None, prompt_name: str = "messages", **others: Any) -> RequestOptions:
-    """Return the options of a body, with its tools and the budget of its reasoning. Raises BodyError."""
+    """Return the options of a body, with its tools and the budget of its reasoning: 0 for the effort "none".
+
+    Raises BodyError.
+    """
+    budget: int | None = body.thinking_token_budget
+    if effort == "none" and budget:
+        name = "thinking_token_budget"
+        raise refuse(f"{name} is {budget}, but the effort of reasoning is none: give only one", name)
     with refusing(prompt_name):
         return RequestOptions(
             tools=msgspec.to_builtins(body.tools or None),
             tool_choice=msgspec.to_builtins(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,
-            reasoning_budget=budget_of(body.thinking_token_budget, effort),
+            reasoning_budget=0 if effort == "none" else budget,
             **values_of(body, OPTIONS),
             **others,
         )
 
 
-def conversation_variables(body: ConversationBody, template: str | None) -> dict[str, Any]:
-    """Return the variables of the model's chat template. Raises BodyError."""
-    given = template_variables(body.chat_template_kwargs, body.add_generation_prompt, body.continue_final_message)
-    return effort_variables(body.reasoning_effort, template) | given
+def template_variables(body: Any, template: str | None = None) -> dict[str, Any]:
+    """Return the variables of the model's chat template, with both flags and the effort if they are given.
+
+    Raises BodyError if a name is reserved or is a sampling parameter, so that it cannot be a template's variable.
+    """
+    given, place = body.chat_template_kwargs or {}, "chat_template_kwargs"
+    if len(given) > MAX_KEYS:
+        raise refuse(f"{place} must have at most {MAX_KEYS} fields, got {len(given)}", place)
+    for name in given:
+        param = f"{place}.{name}"
+        if name in _NOT_FOR_TEMPLATES:
+            raise refuse(f"{param} must not be given: leave it out", param)
+        if name in PARAMETER_NAMES or name in ALIASES:
+            raise refuse(f"{param} is a sampling parameter: move it out of {place}", param)
+    flags = {name: value for name in _FLAGS if (value := getattr(body, name)) is not None}
+    return {**effort_variables(getattr(body, "reasoning_effort", None), template), **given, **flags}
 
 
 def sampling_values(body: GeneratingBody) -> dict[str, Any]:

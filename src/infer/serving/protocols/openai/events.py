@@ -31,9 +31,6 @@ from infer.serving.protocols.openai.ask import (
     CompletingBody,
     CompletionBody,
     StreamOptions,
-    ask_chat,
-    ask_completion,
-    complete_chat,
 )
 
 TextFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
@@ -239,7 +236,7 @@ class CompletingShape(Shape):
 
 @final
 class ChatShape(CompletingShape):
-    body, answer, ask, complete, chunk = ChatBody, ChatCompletion, ask_chat, complete_chat, ChatChunk
+    body, answer, chunk = ChatBody, ChatCompletion, ChatChunk
 
     def __init__(self, accepted: Accepted, body: ChatBody) -> None:
         super().__init__(accepted, body, "chatcmpl-")
@@ -291,13 +288,13 @@ class ChatShape(CompletingShape):
 class Prompt(NamedTuple):
     given: Any
     ids: Sequence[int]
-    echoed: Scores = ()  # set if the prompt is echoed with log-probabilities
-    scored: Scores = ()  # set if `prompt_logprobs` asks for them
+    echoed: Scores  # not empty if the prompt is echoed with log-probabilities
+    scored: Scores  # not empty if `prompt_logprobs` asks for them
 
 
 @final
 class CompletionShape(CompletingShape):
-    body, answer, ask, chunk = CompletionBody, Completion, ask_completion, Completion
+    body, answer, chunk = CompletionBody, Completion, Completion
 
     def __init__(self, accepted: Accepted, body: CompletionBody) -> None:
         super().__init__(accepted, body, "cmpl-")
@@ -313,8 +310,7 @@ class CompletionShape(CompletingShape):
 
     @staticmethod
     def scored(body: CompletionBody) -> Sequence[int | None]:
-        nums = body.logprobs if body.echo else None, body.prompt_logprobs
-        return () if nums == (None, None) else nums
+        return body.logprobs if body.echo else None, body.prompt_logprobs
 
     def whole(self, results: Sequence[GenerationResult]) -> Completion:
         choices = list[CompletionChoice]()

@@ -28,13 +28,13 @@ from infer.serving.protocols.bodies import (
 from infer.serving.protocols.fields import Parameters, Reading, declares, refuse
 from infer.serving.protocols.openai.ask import (
     Alternatives,
+    Budget,
     Function,
     GeneratingBody,
     JsonObjectFormat,
     NamedSchemaFormat,
     TextFormat,
     TokenLimit,
-    _Budget,
     constraint_of,
     conversation_options,
     sampling_values,
@@ -55,17 +55,13 @@ _CALLS = {
 }
 
 
-class _Part(Struct, tag_field="type", kw_only=True):
-    pass
-
-
 @final
-class InputText(_Part, tag="input_text"):
+class InputText(Struct, tag_field="type", tag="input_text"):
     text: str
 
 
 @final
-class OutputText(_Part, tag="output_text", kw_only=True):
+class OutputText(Struct, tag_field="type", tag="output_text"):
     """A text of an answer. A client can send it back unchanged."""
 
     text: str
@@ -74,7 +70,7 @@ class OutputText(_Part, tag="output_text", kw_only=True):
 
 
 @final
-class ReasoningText(_Part, tag="reasoning_text"):
+class ReasoningText(Struct, tag_field="type", tag="reasoning_text"):
     text: str
 
 
@@ -157,32 +153,6 @@ class TextSettings(Parameters):
 @final
 class ResponseStreamOptions(Parameters):
     include_obfuscation: bool | None = None
-
-
-@declares("conversations")
-class ResponseBody(GeneratingBody, kw_only=True):
-    """A request for a response. Nothing is stored, even with `store`.
-
-    Except for log-probabilities, `include` asks for items that no answer has.
-    """
-
-    input: str | Annotated[list[InputItem], Meta(min_length=1)]
-    instructions: str | None = None
-    max_output_tokens: TokenLimit | None = None
-    text: TextSettings | None = None
-    include: list[str] | None = None
-    top_logprobs: Alternatives | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, Any] | None = None
-    stream_options: ResponseStreamOptions | None = None
-    store: bool | None = None
-    tools: ResponseTools | None = None
-    tool_choice: ResponseToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    thinking_token_budget: _Budget | None = None
-    reasoning: ReasoningSettings | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 def complete_response(given: dict[str, Any], reading: Reading) -> dict[str, Any]:
@@ -329,24 +299,51 @@ def _choice(choice: dict[str, Any], reading: Reading) -> dict[str, Any]:
     return {**choice, "tools": [_choice(each, reading) if isinstance(each, dict) else each for each in kept]}
 
 
-def ask_response(body: ResponseBody, served: Served) -> Ask:
-    """Return what a body asks. Raises BodyError."""
-    values, has_logprobs = sampling_values(body), _LOGPROBS in (body.include or ())
-    if body.top_logprobs and not has_logprobs:
-        raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
-    if body.max_output_tokens is None and "max_new_tokens" not in served.llm.sampling_defaults:
-        values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
-    if has_logprobs:
-        values["logprobs"] = body.top_logprobs or 0
-    if body.text is not None:
-        values |= constraint_of(body.text.format)
-    effort = None if body.reasoning is None else body.reasoning.effort
-    variables = effort_variables(effort, served.llm.tokenizer.chat_template)
-    params = served.params(values, body.seed, "input")
-    options = conversation_options(body, effort, "input")
-    if body.truncation == "auto":
-        options = replace(options, overflow="truncate_left")
-    return Ask([messages_of(body)], params, options, variables=variables, prompt_name="input")
+@declares("conversations")
+class ResponseBody(GeneratingBody, kw_only=True):
+    """A request for a response. Nothing is stored, even with `store`.
+
+    Except for log-probabilities, `include` asks for items that no answer has.
+    """
+
+    complete = complete_response
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: TokenLimit | None = None
+    text: TextSettings | None = None
+    include: list[str] | None = None
+    top_logprobs: Alternatives | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking_token_budget: Budget | None = None
+    reasoning: ReasoningSettings | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def ask(self, served: Served) -> Ask:
+        """Return what the body asks. Raises BodyError."""
+        values, has_logprobs = sampling_values(self), _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not has_logprobs:
+            raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
+        if self.max_output_tokens is None and "max_new_tokens" not in served.llm.sampling_defaults:
+            values["max_new_tokens"] = None  # OpenAI's default; Codex treats a cut answer as a failed turn
+        if has_logprobs:
+            values["logprobs"] = self.top_logprobs or 0
+        if self.text is not None:
+            values |= constraint_of(self.text.format)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        variables = effort_variables(effort, served.llm.tokenizer.chat_template)
+        params = served.params(values, self.seed, "input")
+        options = conversation_options(self, effort, "input")
+        if self.truncation == "auto":
+            options = replace(options, overflow="truncate_left")
+        return Ask([messages_of(self)], params, options, variables=variables, prompt_name="input")
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, Any]]:

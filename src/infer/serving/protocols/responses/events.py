@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace as replace_fields
 
-from infer.outputs import GenerationResult, ReasoningDelta, ToolCall, ToolCallDelta
+from infer.outputs import GenerationResult, ToolCall
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import (
     FINISH_REASONS,
@@ -24,9 +24,10 @@ from infer.serving.protocols.events import (
     extension,
     with_warnings,
 )
-from infer.serving.protocols.responses.ask import ResponseBody, ask_response, complete_response, name_in
+from infer.serving.protocols.responses.ask import ResponseBody, name_in
 
 Status = Literal["in_progress", "completed", "incomplete"]
+_ABSENT: Json = {"description": None, "parameters": None, "strict": False}  # OpenAI shows all fields of a tool
 
 
 class OutputTextPart(Struct, tag_field="type", tag="output_text"):
@@ -115,8 +116,7 @@ class ResponseShape(Shape):
     One item of a stream is open at a time. It is closed when the next item begins, or at the end of the stream.
     """
 
-    body, answer, ask, complete = ResponseBody, ResponseOutput, ask_response, complete_response
-    last = b""
+    body, answer, last = ResponseBody, ResponseOutput, b""
 
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
         head, params = accepted.head("resp_"), accepted.ask.params[0]
@@ -127,6 +127,7 @@ class ResponseShape(Shape):
         self._open: OutputItem | None = None
         self._written = ""  # the part of its text or arguments that was sent
         self._logprobs: list[Json] = []
+        asked = None if body.text is None else body.text.format
         self._begun = partial(
             ResponseOutput,
             id=head.id,
@@ -139,9 +140,9 @@ class ResponseShape(Shape):
             previous_response_id=None,
             store=False,
             temperature=params.temperature,
-            text={"format": _format_of(body)},
+            text={"format": {"type": "text"} if asked is None else msgspec.to_builtins(asked)},
             tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
-            tools=[_tool(each) for each in msgspec.to_builtins(body.tools or [])],
+            tools=[{**_ABSENT, **each} for each in msgspec.to_builtins(body.tools or [])],
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             truncation=body.truncation or "disabled",
@@ -203,23 +204,20 @@ class ResponseShape(Shape):
     def _deltas(self, part: Delta) -> list[Json]:
         """Return the events of a part: reasoning first, then text, then calls."""
         found = list[Json]()
-        deltas = part.deltas
-        for delta in deltas:
-            if isinstance(delta, ReasoningDelta):
-                found += self._begin(self._reasoning("in_progress", []))
-                found.append(self._delta("response.reasoning_text.delta", delta.text, content_index=0))
+        if part.reasoning:
+            found += self._begin(self._reasoning("in_progress", []))
+            found.append(self._delta("response.reasoning_text.delta", part.reasoning, content_index=0))
         entries = self._entries(part)
-        if part.text or (entries and not deltas):
+        if part.text or (entries and not (part.reasoning or part.calls)):
             found += self._begin(self._message("in_progress", []))
             self._logprobs += entries
             found.append(self._delta("response.output_text.delta", part.text, content_index=0, logprobs=entries))
-        for delta in deltas:
-            if isinstance(delta, ToolCallDelta):
-                if delta.id is not None:
-                    call = ToolCall(delta.id, delta.name or "", "")
-                    found += self._begin(self._call("in_progress", delta.index, call))
-                if delta.arguments:
-                    found.append(self._delta("response.function_call_arguments.delta", delta.arguments))
+        for delta in part.calls:
+            if delta.id is not None:
+                call = ToolCall(delta.id, delta.name or "", "")
+                found += self._begin(self._call("in_progress", delta.index, call))
+            if delta.arguments:
+                found.append(self._delta("response.function_call_arguments.delta", delta.arguments))
         return found
 
     def _begin(self, item: OutputItem) -> list[Json]:
@@ -275,16 +273,6 @@ class ResponseShape(Shape):
         found = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return found
-
-
-def _tool(given: Json) -> Json:
-    """Return a tool as OpenAI shows it, with all of its fields."""
-    return {"description": None, "parameters": None, "strict": False, **given}
-
-
-def _format_of(body: ResponseBody) -> Any:
-    asked = None if body.text is None else body.text.format
-    return {"type": "text"} if asked is None else msgspec.to_builtins(asked)
 
 
 def _usage(result: GenerationResult) -> ResponseUsage:

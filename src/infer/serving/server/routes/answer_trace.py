@@ -21,11 +21,10 @@ from infer.serving.protocols.openai.ask import (
     CompletingBody,
     ConversationBody,
     Message,
-    complete_chat,
     conversation_options,
-    conversation_variables,
     messages_of,
     sampling_values,
+    template_variables,
 )
 from infer.serving.protocols.openai.events import (
     CalledTool,
@@ -63,7 +62,7 @@ def ask_one(body: OneChoiceBody, served: Served, answer_prefix: tuple[int, ...] 
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
         raise refuse("give one of prompt and messages", "prompt", code)
     if body.messages is not None:
-        variables = conversation_variables(body, served.llm.tokenizer.chat_template)
+        variables = template_variables(body, served.llm.tokenizer.chat_template)
         return Ask([messages_of(body.messages)], params, options, variables=variables, prompt_name="messages")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None:
@@ -202,14 +201,13 @@ class BranchBody(OneChoiceBody, kw_only=True):
     position: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     token_id: TokenId | None = None
 
-
-def ask_branch(body: BranchBody, served: Served) -> Ask:
-    """Return what a body asks. Raises BodyError."""
-    if body.position > len(body.answer_token_ids):
-        rule = f"at most {len(body.answer_token_ids)}, the length of answer_token_ids"
-        raise refuse(f"position must be {rule}, got {body.position}", "position")
-    own = () if body.token_id is None else (body.token_id,)
-    return ask_one(body, served, (*body.answer_token_ids[: body.position], *own))
+    def ask(self, served: Served) -> Ask:
+        """Return what the body asks. Raises BodyError."""
+        if self.position > len(self.answer_token_ids):
+            rule = f"at most {len(self.answer_token_ids)}, the length of answer_token_ids"
+            raise refuse(f"position must be {rule}, got {self.position}", "position")
+        own = () if self.token_id is None else (self.token_id,)
+        return ask_one(self, served, (*self.answer_token_ids[: self.position], *own))
 
 
 class BranchFields(HeadedOutput, kw_only=True):
@@ -245,7 +243,7 @@ class BranchChunk(BranchFields, kw_only=True, tag_field="object", tag="branch.ch
 class BranchShape(Shape):
     """The text and the tokens of the whole branch; `num_given` of its tokens were not sampled."""
 
-    body, answer, ask, complete = BranchBody, Branch, ask_branch, complete_chat
+    body, answer = BranchBody, Branch
 
     def __init__(self, accepted: Accepted, body: BranchBody) -> None:
         self._fields = accepted.head("branch-")._asdict() | {"num_given": len(accepted.ask.options.answer_prefix)}
@@ -269,6 +267,6 @@ class BranchShape(Shape):
 
 
 ROUTES = [
-    post("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace", complete=complete_chat),
+    post("/v1/trace", trace, "Record how an answer is sampled", TraceBody, Trace, "trace"),
     answering("/v1/branch", "Continue an answer from a token", BranchShape, "branch"),
 ]

@@ -19,15 +19,17 @@ from infer.models.catalog.model_facts import ModelFacts
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.protocols.events import LINES, Count, Output, event
 from infer.serving.protocols.fields import refuse
-from infer.serving.protocols.ollama.ask import OllamaEmbedBody, OllamaEmbeddingsBody, OllamaModelBody
-from infer.serving.protocols.ollama.events import (
+from infer.serving.protocols.ollama import (
     LoadedModel,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaModelBody,
     OllamaModels,
     OllamaShape,
     ShownModel,
     listed,
     nanoseconds,
-    shown,
+    shown_model,
 )
 from infer.serving.protocols.retrieval import EmbeddingsBody
 from infer.serving.server.endpoint import (
@@ -201,7 +203,7 @@ def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> 
     """Return the answer of /api/show. Raises ApiError 404 if the headers cannot be read."""
     if facts is None:
         raise ApiError(404, f"the headers of {name!r:.80} cannot be read: infer explain shows why", code="model_failed")
-    return json_response(shown(name, facts, context))
+    return json_response(shown_model(name, facts, context))
 
 
 async def refuse_change(request: ApiRequest, body: OllamaModelBody | None = None) -> Response:

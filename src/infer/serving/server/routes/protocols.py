@@ -15,20 +15,18 @@ from functools import partial
 from itertools import chain
 from typing import Any, final
 
-from msgspec import Struct
-
 import infer
 from infer.engine.requests.ask import Ask
-from infer.outputs import GenerationResult, Piece, ReasoningDelta, assembled
+from infer.outputs import GenerationResult, Piece
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.protocols.anthropic.ask import CountTokensBody, ask_prompt
+from infer.serving.protocols.anthropic.ask import CountTokensBody
 from infer.serving.protocols.anthropic.events import InputTokens, MessageShape
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.bodies import Served, refusing
-from infer.serving.protocols.events import Accepted, AskOf, Delta, Output, Scores, Shape, event, with_warnings
-from infer.serving.protocols.fields import Reading
+from infer.serving.protocols.events import Accepted, Delta, Output, Scores, Shape, event, with_warnings
+from infer.serving.protocols.fields import Parameters, Reading
 from infer.serving.protocols.llamacpp import ContinuationShape, InfillShape
-from infer.serving.protocols.ollama.ask import OllamaChatShape, OllamaGenerateShape
+from infer.serving.protocols.ollama import OllamaChatShape, OllamaGenerateShape
 from infer.serving.protocols.openai.events import ChatShape, CompletionShape, StoredChats
 from infer.serving.protocols.responses.events import ResponseInputTokens, ResponseShape
 from infer.serving.server.connection import Call, given_to, note_of
@@ -83,7 +81,7 @@ class Choices:
         """
         if not self._is_answered:
             for index, result in enumerate(self._empty()):
-                yield Delta(index, (), "", (), result)
+                yield Delta(index, (), "", "", (), result)
             return
         failures = list[ApiError]()
         try:
@@ -147,9 +145,8 @@ class Choices:
         stream = self._streams[index]
         result = self._checked(await stream.result())
         known = Delta.of(index, stream.sequence.pieces)
-        reasoning, _ = assembled(known.deltas)
-        rest = (result.reasoning or "")[len(reasoning or "") :]
-        return Delta(index, (), result.text[len(known.text) :], (ReasoningDelta(rest),) if rest else (), result)
+        reasoning = (result.reasoning or "")[len(known.reasoning) :]
+        return Delta(index, (), result.text[len(known.text) :], reasoning, (), result)
 
     def _checked(self, result: GenerationResult) -> GenerationResult:
         """Return the result. Raises ApiError if it failed, or if the server cancelled it other than for a timeout."""
@@ -251,7 +248,7 @@ def served_by(request: ApiRequest, body: Any) -> Served:
 async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> Any:
     """Answer a body with what its protocol asks and shows, whole or as a stream."""
     served = served_by(request, body)
-    asked = shape.ask(body, served)
+    asked = body.ask(served)
     if isinstance(asked, Output):
         return json_response(asked)
     if not isinstance(asked, Ask):
@@ -296,20 +293,17 @@ async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[
 def answering(path: str, summary: str, shape: type[Shape], operation: str) -> ApiRoute:
     """Return the route of a body that asks for an answer, whole or streamed."""
     row = post(path, partial(answer_body, shape=shape), summary, shape.body, shape.answer, operation, streams=True)
-    return row._replace(complete=shape.complete, shape=shape)
+    return row._replace(shape=shape)
 
 
-def counting(
-    path: str, shape: type[Shape], answer: Any, body: type[Struct] | None = None, ask: AskOf | None = None
-) -> ApiRoute:
-    """Return the route that counts the tokens of a conversation's prompt. A body of its own has its own `ask`."""
+def counting(path: str, shape: type[Shape], answer: Any, body: type[Parameters] | None = None) -> ApiRoute:
+    """Return the route that counts the tokens of a conversation's prompt, of the shape's body or of another `body`."""
 
     async def count(request: ApiRequest, body: Any) -> Any:
-        asked: Any = (ask or shape.ask)(body, served_by(request, body))
-        return answer(await count_prompt(request, asked))
+        return answer(await count_prompt(request, body.ask(served_by(request, body))))
 
     body, summary = body or shape.body, "Count a conversation's tokens"
-    return post(path, count, summary, body, answer, complete=shape.complete, shape=shape)
+    return post(path, count, summary, body, answer, shape=shape)
 
 
 async def list_chats(request: ApiRequest) -> StoredChats:
@@ -324,7 +318,7 @@ ROUTES = [
     answering("/v1/responses", _TALK, ResponseShape, "chat"),
     counting("/v1/responses/input_tokens", ResponseShape, ResponseInputTokens),
     answering("/v1/messages", _TALK, MessageShape, "messages"),
-    counting("/v1/messages/count_tokens", MessageShape, InputTokens, CountTokensBody, ask_prompt),
+    counting("/v1/messages/count_tokens", MessageShape, InputTokens, CountTokensBody),
     answering("/api/chat", _TALK, OllamaChatShape, "chat"),
     answering("/api/generate", "Answer a prompt", OllamaGenerateShape, "text_completion"),
     answering("/completion", _TEXT, ContinuationShape, "text_completion"),

@@ -15,10 +15,9 @@ from starlette.responses import Response
 
 from infer.engine.requests.ask import Ask
 from infer.engine.step.request_options import RequestOptions
-from infer.serving.protocols.bodies import template_variables
 from infer.serving.protocols.events import Bytes, Count, Output
 from infer.serving.protocols.fields import TokenId, refuse
-from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of
+from infer.serving.protocols.openai.ask import Body, Message, Tools, complete_chat, messages_of, template_variables
 from infer.serving.server.endpoint import ApiRequest, json_response, post
 
 _FIELDS = {
@@ -31,6 +30,8 @@ _FIELDS = {
 
 
 class _TemplateBody(Body, kw_only=True):
+    complete = complete_chat
+
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -38,10 +39,8 @@ class _TemplateBody(Body, kw_only=True):
 
     def ask(self, messages: Sequence[Message]) -> Ask:
         """Return the conversation of a chat completion. Raises BodyError for a name that cannot be a variable."""
-        flags = self.add_generation_prompt, self.continue_final_message
-        variables = template_variables(self.chat_template_kwargs, *flags)
         options = RequestOptions(tools=msgspec.to_builtins(self.tools))
-        return Ask([messages_of(messages)], options=options, variables=variables)
+        return Ask([messages_of(messages)], options=options, variables=template_variables(self))
 
 
 @final
@@ -181,9 +180,8 @@ def _piece(spelling: bytes) -> str | list[int]:
         return list(spelling)
 
 
-_of_chat = partial(post, complete=complete_chat)
 ROUTES = [
-    _of_chat("/tokenize", tokenize, "Convert a text or a conversation to token ids", TokenizeBody, Tokens),
-    _of_chat("/apply-template", apply_template, "Render a conversation", ApplyTemplateBody, RenderedTemplate),
+    post("/tokenize", tokenize, "Convert a text or a conversation to token ids", TokenizeBody, Tokens),
+    post("/apply-template", apply_template, "Render a conversation", ApplyTemplateBody, RenderedTemplate),
     post("/detokenize", detokenize, "Convert token ids to a text", DetokenizeBody, DetokenizedText),
 ]

@@ -199,6 +199,20 @@ def past(arguments: Any) -> list[dict[str, Any]]:
             {"role": "tool", "tool_call_id": "abcdefghi", "content": "on"}]  # fmt: skip
 
 
+@pytest.mark.parametrize("call", ["f", {"id": "x"}, {"function": "f"}, {"function": {"name": 3}}, {"name": None}])
+def test_a_past_call_without_a_name_is_refused(llm: LLM, call: Any) -> None:
+    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(InvalidRequestError, match=r"^messages\[1\].tool_calls\[0\] must have a function with a name, got "):
+        llm.chat(said, max_new_tokens=1)
+
+
+def test_a_past_call_may_lack_its_function(llm: LLM) -> None:
+    *said, called, result = past({"a": 1})
+    short = {**called, "tool_calls": [{"id": "abcdefghi", "type": "function", "name": "f", "arguments": {"a": 1}}]}
+    expected = llm.chat([*said, called, result], max_new_tokens=1, temperature=0)
+    assert llm.chat([*said, short, result], max_new_tokens=1, temperature=0).prompt_tokens == expected.prompt_tokens
+
+
 @pytest.mark.slow(cases=7)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_call_that_was_cut_can_be_sent_back(llm: LLM, form: str) -> None:

@@ -144,7 +144,7 @@ def _call_as_text(message: Message, tools: Sequence[Tool], form: ToolCallFormat)
 
 def _names_by_id(messages: Sequence[Message]) -> dict[str, str]:
     calls = [call for message in messages if isinstance(message, Mapping) for call in message.get("tool_calls") or ()]
-    return {call["id"]: call["function"]["name"] for call in calls if isinstance(call, Mapping) and "id" in call}
+    return {str(call["id"]): call["function"]["name"] for call in calls if "id" in call}
 
 
 def _result_as_text(message: Message, names: Mapping[str, str]) -> str:

@@ -356,29 +356,39 @@ def _decoded(value: Any) -> Any:
 
 
 def with_values(messages: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Return the messages with every call's arguments as an object, and a warning for each that is not one."""
-    found, warnings = list[Any](), list[str]()
+    """Return the messages with every call's arguments as an object, and a warning for each that is not one.
+
+    A call may lack its `function`, as in templates' examples, if it has a name. Raises InvalidRequestError for one
+    without a name.
+    """
+    shown, warnings = list[Any](), list[str]()
     for index, message in enumerate(messages):
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        if not isinstance(calls, list | tuple):
-            found.append(message)
-            continue
-        shown = list[Any]()
-        for number, call in enumerate(calls):
-            call, warning = _call_with_values(call)
-            shown.append(call)
+        calls, where = (
+            message.get("tool_calls") if isinstance(message, Mapping) else None,
+            f"messages[{index}].tool_calls",
+        )
+        if calls and not isinstance(calls, list | tuple):
+            raise InvalidRequestError(f"{where} must be a list of calls, got {calls!r:.60}")
+        with_objects = list[Any]()
+        for number, call in enumerate(calls or ()):
+            call, warning = _call_with_values(call, f"{where}[{number}]")
+            with_objects.append(call)
             if warning is not None:
-                warnings.append(f"messages[{index}].tool_calls[{number}]: {warning}")
-        found.append({**message, "tool_calls": shown})
-    return found, warnings
+                warnings.append(f"{where}[{number}]: {warning}")
+        shown.append({**message, "tool_calls": with_objects} if calls else message)
+    return shown, warnings
 
 
-def _call_with_values(call: Any) -> tuple[Any, str | None]:
+def _call_with_values(call: Any, where: str) -> tuple[Any, str | None]:
     match call:
-        case {"function": Mapping() as function}:
-            values, warning = past_arguments(function.get("arguments"))
-            return {**call, "function": {**function, "arguments": values}}, warning
-    return call, None
+        case {"function": {"name": str()} as function}:
+            pass
+        case {"name": str(name), **others} if "function" not in others:
+            function, call = {"name": name, "arguments": others.pop("arguments", None)}, others
+        case _:
+            raise InvalidRequestError(f"{where} must have a function with a name, got {call!r:.60}")
+    values, warning = past_arguments(function.get("arguments"))
+    return {**call, "function": {**function, "arguments": values}}, warning
 
 
 def _written(value: Any) -> str:

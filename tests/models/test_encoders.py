@@ -125,9 +125,10 @@ def test_the_second_text_of_a_pair_has_a_type_of_its_own(name: str, second_start
 
 
 def test_a_model_with_one_type_gives_it_to_both_texts(tmp_path: Path) -> None:
-    make_encoder(BY_NAME["roberta"], tmp_path)
-    encoder, ids = load(tmp_path), some_ids(40)
-    assert torch.equal(encoded(encoder, [ids], [20])[0], encoded(encoder, [ids])[0])
+    model, encoder, ids = make_encoder(BY_NAME["roberta"], tmp_path), load(tmp_path), some_ids(40)
+    (found,) = encoded(encoder, [ids], [20])
+    assert torch.equal(found, encoded(encoder, [ids])[0])
+    torch.testing.assert_close(found, states_of(model, ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow(cases=3)

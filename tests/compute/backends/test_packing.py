@@ -28,7 +28,7 @@ from layer_caches import threads
 
 CPU = torch.device("cpu")
 TYPES = sorted(BLOCK_TYPES)
-UNPACKED = ("F32", "Q8_0", "Q4_K", "Q6_K", "IQ1_M", "IQ1_S", "IQ3_XXS", "F8_E4M3")
+UNPACKED = ("F32", "Q8_0", "Q4_K", "Q6_K", "IQ1_M", "IQ1_S", "IQ3_XXS", "NVFP4", "F8_E4M3")
 MULTIPLIED = ("F32", "Q8_0", "Q4_K", "F8_E4M3")
 SOME_TYPES = UNPACKED if IS_SHORT else TYPES
 EACH_TYPE = pytest.mark.parametrize("type_", slow_except(UNPACKED, TYPES))

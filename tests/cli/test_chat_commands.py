@@ -231,6 +231,7 @@ def test_after_a_load_the_last_two_turns_are_shown_in_short(session: ChatSession
     assert turns[:2] == ["> second line", "echo: 3 second line"]
     assert [turn[:14] for turn in turns[2:]] == ["> third third ", "echo: 5 third "]
     assert all(len(turn) == 160 and turn.endswith("…") for turn in turns[2:])
+    refused(session, "/trace", "no answer yet")
 
 
 def test_set_changes_any_parameter_or_nothing(session: ChatSession) -> None:

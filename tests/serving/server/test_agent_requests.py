@@ -94,8 +94,10 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", BODIES)
 def test_a_prompt_is_read_again_if_its_request_is_kept_apart(served: Served, path: str, apart: dict[str, Any]) -> None:
     def num_cached(**fields: Any) -> int:
-        found = json.dumps(post(served, path, BODIES[path] | fields))
-        (count,) = re.findall(r'"(?:cached_tokens|cache_read_input_tokens|cache_n)": (\d+)', found)
+        found = post(served, path, BODIES[path] | fields)
+        (count,) = re.findall(r'"(?:cached_tokens|cache_read_input_tokens|cache_n)": (\d+)', json.dumps(found))
+        if timings := found.get("timings"):
+            assert timings["prompt_n"] == found["tokens_evaluated"] - int(count)
         return int(count)
 
     num_cached(**{"max_tokens": 0} if path == MESSAGES else {})

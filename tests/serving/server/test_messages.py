@@ -171,7 +171,8 @@ def test_prompts_are_texts_ids_or_several_and_the_end_has_its_reason(infill: Ser
     several = infill.ask("/completion", prompt=["ab", "c"], **GREEDY)
     assert text["content"] == ids["content"] == several[0]["content"]
     assert [each["index"] for each in several] == [0, 1]
-    word = infill.ask("/completion", prompt="ab", stop=["qq"], logit_bias=[[113, 100], [114, False]], temperature=0)
+    asked = {"n_predict": -2, "stop": ["qq"], "logit_bias": [[113, 100], [114, False]], "temperature": 0}
+    word = infill.ask("/completion", prompt="ab", **asked)
     assert (word["content"], word["stop_type"], word["stopping_word"]) == ("", "word", "qq")
     end = infill.ask("/completion", prompt="ab", logit_bias=[[256, 100]])
     assert (end["stop_type"], end["tokens_predicted"]) == ("eos", 1)
@@ -209,9 +210,16 @@ def test_an_editor_gets_the_text_between_two_texts(infill: Served) -> None:
 
 def test_files_that_do_not_fit_are_left_out_the_first_ones_first(infill: Served) -> None:
     marks, files = InfillMarks(1, 2, 3, frozenset()), [("", text) for text in ("aaa", "b", "")]
+    asked = [1, *b"x", 2, *b"y", 3]
+
+    def prompt(marks: InfillMarks, files: list[tuple[str, str]], num_tokens: int | None) -> list[int]:
+        return marks.prompt("x", "y", files, lambda text: list(text.encode()), num_tokens)
+
     for num_tokens, kept in ((10, b"b\n\n\n\n"), (9, b"\n\n"), (None, b"aaa\n\nb\n\n\n\n")):
-        prompt = marks.prompt("x", "y", files, lambda text: list(text.encode()), num_tokens)
-        assert prompt == [*kept, 1, *b"x", 2, *b"y", 3]
+        assert prompt(marks, files, num_tokens) == [*kept, *asked]
+    named, project, file = marks._replace(repository=4, file=5), [4, *b"project\n"], [5, *b"file\n"]
+    for num_tokens, kept in ((22, b""), (23, b"\x05f\n")):
+        assert prompt(named, [("f", "")], num_tokens) == [*project, *kept, *file, *asked]
     extra = [{"text": name * 60} for name in "pq"]
     found = infill.ask("/infill", **EDITOR | {"input_extra": extra})["prompt"]
     assert "p" not in found.replace("repo_name", "").replace("project", "").replace("file_sep", "").replace("fim_p", "")

@@ -341,7 +341,17 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     after = metrics_of(served)
     grown = {"generation_tokens_total": 20, "inter_token_latency_seconds_count": 19}
     grown |= {"time_to_first_token_seconds_count": 1, "e2e_request_latency_seconds_count": 1}
-    assert {name: after[f"infer:{name}{{}}"] - before[f"infer:{name}{{}}"] for name in grown} == grown
+    more = {name: after[name] - before.get(name, 0) for name in after}
+    assert {name: more[f"infer:{name}{{}}"] for name in grown} == grown
+    waited, read, first, others, mean = (
+        more[f"infer:{name}_seconds_sum{{}}"]
+        for name in (
+            "request_queue_time", "request_prefill_time", "time_to_first_token", "request_decode_time",
+            "request_time_per_output_token",
+        )
+    )  # fmt: skip
+    assert 0 < waited < waited + read < first
+    assert others == pytest.approx(19 * mean)
     # Another server of this model may have counted the steps of a request, so more than one is tried.
     prompts = map(str, itertools.count())
     until(

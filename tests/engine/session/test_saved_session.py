@@ -215,6 +215,17 @@ def test_a_file_written_by_somebody_else_is_checked(
         llm.load_session(tmp_path / "talk")
 
 
+def test_a_file_that_does_not_name_a_part_of_the_model_is_of_another_one(
+    llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_less(path: Path, fingerprint: dict[str, str], *content: Any) -> None:
+        session_file.write_session(path, dict([*fingerprint.items()][1:]), *content)
+
+    monkeypatch.setattr("infer.engine.session.session.write_session", write_less)
+    talk.save(tmp_path / "talk")
+    check_refused(lambda: llm.load_session(tmp_path / "talk"), "was saved with another")
+
+
 @pytest.mark.parametrize("name", ["write_safetensors", "fsync", "replace"])
 def test_a_save_that_fails_keeps_the_old_file(
     talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

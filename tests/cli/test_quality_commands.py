@@ -22,6 +22,7 @@ from commands import Ran, run
 from infer import LLM, ModelError
 from infer.cli import subcommands
 from infer.cli.bench.text_measures import measure_divergence, measure_perplexity
+from infer.cli.commands.text_commands import Progress
 from quantised_folders import save, set_config
 from test_doctor import NUM_LAYERS, write_file
 from test_session import make_model
@@ -279,9 +280,19 @@ def test_lines_become_json_lines_or_an_array(embedder: LLM, tmp_path: Path) -> N
 
 
 def test_json_lines_keep_their_ids(embedder: LLM, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text('{"text": "hello", "id": "a", "other": 1}\n"plain"\n')
+    (tmp_path / "texts.jsonl").write_text('{"text": "hello", "id": 0, "other": 1}\n"plain"\n')
     first, second = run_with(embedder, "embed", tmp_path / "texts.jsonl").records()
-    assert (first["id"], first["index"], second["index"], "id" in second) == ("a", 0, 1, False)
+    assert (first["id"], first["index"], second["index"], "id" in second) == (0, 0, 1, False)
+
+
+def test_the_time_that_is_left_has_two_digits_after_the_first_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("infer.cli.commands.text_commands.time.monotonic", lambda: clock[0])
+    progress, clock[0] = Progress(40), 100.0
+    progress.count(has_failed=True)
+    assert capsys.readouterr().err == "1 of 40 rows, 0.0 rows/s, 1:05:00 left, 1 failed\n"
 
 
 def test_documents_are_printed_by_relevance(judge: LLM, tmp_path: Path) -> None:

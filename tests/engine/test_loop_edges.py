@@ -260,9 +260,9 @@ def test_work_between_two_steps_counts_with_the_next_forward(world: World) -> No
     running = make_sequence(world, Case("", prompt_of(3), LONG), Way())
     running.timer.stepped(1, Clock(0.0, [StepEnd(1.0, 1.5)], 1.75))
     running.timer.waited(4.0)
-    running.timer.stepped(1, Clock(10.0, [StepEnd(11.0, 11.5)], 12.0))
+    running.timer.stepped(2, Clock(10.0, [StepEnd(11.0, 11.5), StepEnd(12.5, 13.0)], 13.0))
     timing = running.result().timing
-    assert (timing.ttft_s, timing.decode_times_s, timing.sampling_times_s) == (1.5, [0.25 + 4.0 + 1.0], [0.5])
+    assert (timing.ttft_s, timing.decode_times_s, timing.sampling_times_s) == (1.5, [0.25 + 4.0 + 1.0, 1.0], [0.5, 0.5])
 
 
 @pytest.mark.parametrize("failing", [None, KeyError, KeyboardInterrupt], ids=["nothing", "the sequence", "the step"])

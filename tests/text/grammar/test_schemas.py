@@ -283,6 +283,13 @@ def test_a_bound_that_leaves_no_enforceable_number_is_refused_in_our_words(bound
         build_schema(json.dumps({"type": kind, **bound}))
 
 
+def test_the_first_items_of_an_array_have_lengths_of_their_own() -> None:
+    array = {"type": "array", "prefixItems": [NULL], "items": {"type": "string", "minLength": 60_000}}
+    build_schema(json.dumps(array | {"minItems": 2}))
+    with pytest.raises(InvalidRequestError, match="no value shorter than 100000 bytes"):
+        build_schema(json.dumps(array | {"minItems": 3}))
+
+
 def test_building_leaves_patterns_readable() -> None:
     assert translated("^a,b/c$") == "^a,b/c$"
     assert json.loads(build_schema('{"type": "string", "pattern": "^a$"}').text) == {"type": "string", "pattern": "^a$"}

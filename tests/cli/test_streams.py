@@ -1,6 +1,7 @@
 """Claims about the process of a command: its three streams, Ctrl-C before the command begins, and its end."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from cases import cases
 from commands import FAKE, refused
+from infer.cli.process_streams import cancel_on_signal
 from infer.cli.terminal import Spinner
 from shapes import SOURCE
 from terminals import SECONDS
@@ -139,6 +141,13 @@ def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     done = python(program.replace('"generate", "--prompt", "a"', '"--version"'))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("infer ")
+
+
+def test_an_answer_is_not_cancelled_by_a_signal_that_its_process_ignores() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with cancel_on_signal() as cancellation:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not cancellation.event.is_set()
 
 
 # The end

@@ -20,7 +20,7 @@ from infer import InvalidRequestError, SamplingParams, Tokenizer
 from infer.text.grammar.constraint import Constraint
 from infer.text.grammar.grammar import Grammar, grammar_of
 from infer.text.grammar.grammar_compiler import Compiler
-from infer.text.grammar.patterns import without_anchors
+from infer.text.grammar.patterns import check_pattern, without_anchors
 from infer.text.grammar.shortest import Clause, shortest
 from looping import beside, in_threads
 from watched import python_command, script_command
@@ -338,6 +338,11 @@ def test_nothing_is_loaded_before_the_first_grammar() -> None:
     code = "import sys, infer.text.grammar; print({'llguidance', 'xgrammar', 'torch'} & set(sys.modules))"
     done = subprocess.run(python_command(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_brackets_at_the_start_of_a_class_are_members() -> None:
+    for pattern in ("[](]", "[^](]", "[[(]a]"):
+        check_pattern(pattern, "regex")
 
 
 def test_anchors_at_the_ends_have_no_effect() -> None:

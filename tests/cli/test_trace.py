@@ -101,6 +101,8 @@ def test_the_removed_mass_is_that_of_the_dropped_tokens() -> None:
     assert [stage.removed for stage in trace.stages] == pytest.approx([0, 0.05, 0.15 / 0.95], abs=1e-6)
     assert [candidate.dropped_by for candidate in trace.candidates] == [None, None, "top_p", "top_k"]
     assert [stage.num_kept for stage in trace.stages] == [4, 3, 2]
+    moved = [stage.moved for stage in make_trace(SamplingParams(temperature=0.5, seed=5), logits).stages]
+    assert moved == pytest.approx([0, 0.25 / 0.365 - 0.5], abs=1e-6)  # the total variation of p and of p², normalised
 
 
 def test_the_chosen_token_is_always_shown() -> None:

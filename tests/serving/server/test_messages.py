@@ -201,7 +201,8 @@ def test_an_editor_gets_the_text_between_two_texts(infill: Served) -> None:
     assert (found["tokens_evaluated"], found["truncated"]) == (len(ids), False)
     warm = infill.ask("/infill", **asked | {"n_predict": 0, "samplers": []})
     assert (warm["content"], warm["tokens_predicted"], warm["tokens_evaluated"]) == ("", 0, len(ids))
-    assert infill.ask("/infill", **asked | {"input_extra": [{"text": "x", "filename": "f"}]})["prompt"] == (
+    extra = {"input_extra": [{"text": "x", "filename": "f"}], "n_predict": 90}
+    assert infill.ask("/infill", **asked | extra)["prompt"] == (
         "<|repo_name|>project\n<|file_sep|>f\nx<|file_sep|>file\n<|fim_prefix|>a\nb<|fim_suffix|>z\n<|fim_middle|>"
     )
     ended = infill.ask("/infill", **asked | {"logit_bias": [[PAD, 100]]})

@@ -191,6 +191,16 @@ def test_the_latest_of_many_folders_are_kept(tmp_path: Path) -> None:
     assert sorted(int(path.name, 16) for path in tmp_path.iterdir()) == [*range(15), 39]
 
 
+def test_a_folder_that_is_used_counts_as_used_today(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "_found", kernel_cache._found.__wrapped__)
+    folder = tmp_path / "kernels" / kernel_cache.fingerprint()
+    folder.mkdir(parents=True)
+    os.utime(folder, (0, 0))
+    assert kernel_cache.cache_folder() == folder
+    assert time.time() - folder.stat().st_mtime < 24 * 3600
+
+
 def test_a_folder_that_is_removed_while_in_use_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "_failures", [])
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path / "gone")

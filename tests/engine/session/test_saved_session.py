@@ -197,33 +197,28 @@ def test_a_file_that_is_no_session_is_refused(
     {"turns": [[0, 6], [1, 5]]}, {"turns": 3},
     {"template": []},
     {"num_cached": -1}, {"num_cached": 1}, {"num_cached": 10**9}, {"num_cached": None}, {"num_cached": True},
-    {"note": []}, {"token_ids": 2},
+    {"note": []}, {"token_ids": 2}, {"fingerprint": 1},
 )  # fmt: skip
 def test_a_file_written_by_somebody_else_is_checked(
     llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
-    """Its checksums are right, and its contents are wrong, or its cache has more tokens than there are ids."""
-    write, num_lost = session_file.write_session, changed.pop("token_ids", 0)
+    """Its checksums are right, and its contents are wrong, or ids or the name of a part of the model are missing."""
+    write, num_lost, num_unnamed = (
+        session_file.write_session,
+        changed.pop("token_ids", 0),
+        changed.pop("fingerprint", 0),
+    )
 
     def write_changed(path: Path, fingerprint: Any, ids: list[int], record: Any, tensors: Any) -> None:
-        write(path, fingerprint, ids[: len(ids) - num_lost], record | changed, tensors)
+        named = dict([*fingerprint.items()][num_unnamed:])
+        write(path, named, ids[: len(ids) - num_lost], record | changed, tensors)
 
     monkeypatch.setattr("infer.engine.session.session.write_session", write_changed)
     talk.rewind(len(talk.token_ids) - 8)
     talk.save(tmp_path / "talk")
-    with pytest.raises(InvalidRequestError, match="num_cached must be in" if num_lost else "cannot be loaded"):
+    problem = "was saved with another" if num_unnamed else "num_cached must be in" if num_lost else "cannot be loaded"
+    with pytest.raises(InvalidRequestError, match=problem):
         llm.load_session(tmp_path / "talk")
-
-
-def test_a_file_that_does_not_name_a_part_of_the_model_is_of_another_one(
-    llm: LLM, talk: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write_less(path: Path, fingerprint: dict[str, str], *content: Any) -> None:
-        session_file.write_session(path, dict([*fingerprint.items()][1:]), *content)
-
-    monkeypatch.setattr("infer.engine.session.session.write_session", write_less)
-    talk.save(tmp_path / "talk")
-    check_refused(lambda: llm.load_session(tmp_path / "talk"), "was saved with another")
 
 
 @pytest.mark.parametrize("name", ["write_safetensors", "fsync", "replace"])
@@ -244,22 +239,6 @@ def test_a_save_that_fails_keeps_the_old_file(
     assert state_of(talk) == before
     talk.save(path)
     check_refused(lambda: talk.save(tmp_path / "no" / "such" / "folder"), "cannot be saved")
-
-
-def test_a_disk_that_is_full_keeps_the_old_file(talk: Session, tmp_path: Path) -> None:
-    """The system's limit on the size of a file is reached within the cache."""
-    resource = pytest.importorskip("resource")
-    path = tmp_path / "talk"
-    talk.save(path)
-    old = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))
-    try:
-        with pytest.raises(InvalidRequestError, match="cannot be saved"):
-            talk.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (path.read_bytes(), [entry.name for entry in tmp_path.iterdir()]) == (old, ["talk"])
 
 
 def test_messages_that_are_no_json_are_not_saved(llm: LLM, tmp_path: Path) -> None:

@@ -343,13 +343,9 @@ def test_metrics_are_prometheus_text_and_count_requests_tokens_and_steps(served:
     grown |= {"time_to_first_token_seconds_count": 1, "e2e_request_latency_seconds_count": 1}
     more = {name: after[name] - before.get(name, 0) for name in after}
     assert {name: more[f"infer:{name}{{}}"] for name in grown} == grown
-    waited, read, first, others, mean = (
-        more[f"infer:{name}_seconds_sum{{}}"]
-        for name in (
-            "request_queue_time", "request_prefill_time", "time_to_first_token", "request_decode_time",
-            "request_time_per_output_token",
-        )
-    )  # fmt: skip
+    times = ("request_queue_time", "request_prefill_time", "time_to_first_token")
+    times += ("request_decode_time", "request_time_per_output_token")
+    waited, read, first, others, mean = (more[f"infer:{name}_seconds_sum{{}}"] for name in times)
     assert 0 < waited < waited + read < first
     assert others == pytest.approx(19 * mean)
     # Another server of this model may have counted the steps of a request, so more than one is tried.

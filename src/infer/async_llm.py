@@ -396,5 +396,5 @@ class AsyncLLM:
 
     @property
     def host(self) -> Host:
-        """The loaded model with its engine, for servers. Raises ClosedError after `close`."""
+        """As `LLM.host`. Raises ClosedError after `close`."""
         return self.llm.host

@@ -5,20 +5,22 @@ The forward is a table of logits by token. So a step takes no time, and the answ
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from infer import LLM
 from infer.compute.operands.step import Chunk, Step
 from infer.compute.ops import SampledStep
 from infer.compute.sampling import sampler
 from infer.compute.sampling.columns import SamplingColumns
 from infer.compute.sampling.history import History
-from infer.engine.requests import host
 from infer.engine.runner.runner import Runner
 from infer.sampling_params import SamplingParams
+from path_cases import make_folder
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -192,17 +194,13 @@ def test_one_replay_holds_more_than_512_tokens() -> None:
     assert record.call_count == 1
 
 
-def test_a_load_logs_how_long_the_recordings_took(caplog: pytest.LogCaptureFixture) -> None:
-    class Warm(Runner):
-        def __init__(self, num_recorded: int) -> None:
-            self.num_recorded = num_recorded
-
-        def warm_up(self, vocab_size: int) -> int:
-            assert vocab_size == VOCAB_SIZE
-            return self.num_recorded
-
+def test_a_load_logs_how_long_the_recordings_took(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_folder("llama", tmp_path / "model")
     with caplog.at_level("INFO", "infer.server"):
         for num_recorded in (5, 0):
-            host._warm_up(Warm(num_recorded), VOCAB_SIZE)
+            monkeypatch.setattr(Runner, "warm_up", lambda self, vocab_size, count=num_recorded: count)
+            LLM(folder).close()
     assert len(caplog.messages) == 1
     assert re.fullmatch(r"recorded 5 steps for the device in \d+\.\d s", caplog.messages[0])

@@ -396,5 +396,5 @@ class AsyncLLM:
 
     @property
     def host(self) -> Host:
-        """As `LLM.host`. Raises ClosedError after `close`."""
+        """The loaded model and its engine, as `LLM.host`. Raises ClosedError after `close`."""
         return self.llm.host

@@ -26,9 +26,9 @@ from infer.compute import ops
 from infer.compute.backends.cuda.capture import CapturedForward
 from infer.compute.backends.cuda.graphs import Event, Graphs, Recording
 from infer.engine.engine import Engine
-from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
-from path_cases import CONTEXT, Case, Way, World, make_sequence, make_world
+from infer.engine.step.steps import LaunchedStep
+from path_cases import CONTEXT, Case, Way, World, make_runner, make_sequence, make_world
 from stub_program import StubDriver
 
 STEP_SECONDS, CHUNK = 6e-3, 16
@@ -101,7 +101,7 @@ def measured(world: World, num_answers: int) -> dict[str, Any]:
     """Return for how long the device idled before each step."""
     timeline = Timeline()
     with patch("infer.compute.backends.cuda.backend.Repeats", lambda: timeline):
-        runner = Runner(world.model, CONTEXT, num_slots=num_answers + 1, step_tokens=128)
+        runner = make_runner(world, Way(), num_slots=num_answers + 1, step_tokens=128)
     assert isinstance(runner._captured, CapturedForward)
     timeline.after_sampler = sampler_of(runner._captured)
     engine = Engine(runner, max_steps=1)
@@ -127,7 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ops.using("cuda"):
         world = make_world("llama", Path(folder))
         for num_answers in map(int, sys.argv[1:]):
-            with patch.object(Engine, "_grows_evenly", False):
+            with patch.object(LaunchedStep, "may_be_followed", False):
                 before = measured(world, num_answers)
             found.append({"answers": num_answers, "one by one": before, "behind": measured(world, num_answers)})
     print(json.dumps(found))

@@ -18,7 +18,18 @@ from infer.compute.sampling.history import History
 from infer.engine.runner.runner import Runner
 from infer.models.transformer import Transformer
 from infer.outputs import TokenLogprob
-from path_cases import CASES, Case, Outcome, Way, World, all_by_definition, make_world, run_alone, run_batch
+from path_cases import (
+    CASES,
+    Case,
+    Outcome,
+    Way,
+    World,
+    all_by_definition,
+    make_runner,
+    make_world,
+    run_alone,
+    run_batch,
+)
 from steps import load_network
 from test_families import expected_logits, load, make_reserved, random_ids, tolerance_of
 from tiny import BY_NAME, LONGROPE, TINY, Tiny, make_tiny
@@ -115,7 +126,7 @@ def test_rows_in_company_say_what_they_say_alone(device_world: World, cases: lis
 @pytest.fixture
 def runner(device_world: World, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(sampled, "GROUP", 2)
-    return Runner(device_world.model, 64, num_slots=2, step_tokens=16)
+    return make_runner(device_world, Way(), capacity=64, num_slots=2, step_tokens=16)
 
 
 def prefilled(runner: Runner, params: SamplingParams, count: int, other: SamplingParams | None = None) -> SampledStep:
@@ -154,7 +165,7 @@ def test_log_probabilities_come_with_several_steps_as_one_by_one(device_world: W
     """This is so for raw logits and for processed ones."""
     params = SamplingParams(temperature=0.8, top_k=9, seed=1, logprobs=2, repetition_penalty=1.2)
     found = list[tuple[list[list[int]], list[list[TokenLogprob]]]]()
-    for each in (runner, Runner(device_world.model, 64, num_slots=2, step_tokens=16, capture=False)):
+    for each in (runner, make_runner(device_world, Way(capture=False), capacity=64, num_slots=2, step_tokens=16)):
         step = prefilled(each, params, 3, replace(params, logprobs_mode="processed"))
         history = History(2, 64, 256)
         for slot in range(2):

@@ -17,6 +17,7 @@ from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.engine.engine import Engine
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
+from infer.engine.step.steps import LaunchedStep
 from path_cases import CASES, CONTEXT, Case, Outcome, Way, World, make_sequence, make_world
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -48,7 +49,7 @@ def drawn_cases(draw: random.Random) -> list[Case]:
     for number in range(5):
         case = draw.choice(FREE)
         prompt = (*shared[: draw.choice((0, 17))], *draw.choices(b"abc ", k=draw.randint(1, 12)))
-        params = replace(case.params, max_new_tokens=draw.randint(1, 9))
+        params = replace(case.params, max_new_tokens=draw.randint(max(1, case.params.min_new_tokens), 9))
         cases.append(Case(f"{number}: {case.name}", prompt, params))
     return cases
 
@@ -92,7 +93,7 @@ def test_tokens_are_those_of_steps_one_after_the_other(device_world: World, monk
     for seed in range(NUM_SEEDS):
         cases = drawn_cases(random.Random(seed))
         with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_grows_evenly", False)
+            patch.setattr(LaunchedStep, "may_be_followed", False)
             undisturbed = answers(device_world, cases, random.Random(seed), disturbed_at=None)
             expected = [Outcome.of(each.result()) for each in undisturbed]
         with monkeypatch.context() as patch:

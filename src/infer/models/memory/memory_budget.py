@@ -228,7 +228,7 @@ class MemoryBudget:
         fits = whole.largest_context(available, self.num_tokens) // _MULTIPLE * _MULTIPLE
         return replace(self, num_tokens=fits) if fits >= _LEAST else self
 
-    def with_experts_that_fit(self, available: int | None) -> Self:
+    def with_experts_that_fit(self, available: int | None) -> "MemoryBudget":
         """Return the budget with as many experts in memory as fit, if no other option makes the model fit.
 
         The others are read from a file. If possible, an eighth of the memory stays free for more texts and other
@@ -361,7 +361,7 @@ class MemoryBudget:
         fewer = self._with_fewer_experts(available)
         return fewer and f"experts_memory={(fewer.load.experts_memory or 0) // _MEGABYTE}MB fits"
 
-    def _with_fewer_experts(self, available: int) -> Self | None:
+    def _with_fewer_experts(self, available: int) -> "MemoryBudget | None":
         """Return the budget with the memory for experts with which the model fits, if this device can read the others.
 
         Returns None if nothing is left for them, or less than a token needs.

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, final
+from unittest.mock import patch
 
 from infer.cli import main
 
@@ -52,7 +53,7 @@ class _Stream(TextIOWrapper):
 def run(*arguments: object, status: int = 0, is_terminal: bool = False) -> Ran:
     """Run a command line, check its exit status, and return its output. Its stderr may be a terminal."""
     out, err = _Stream(is_terminal=False), _Stream(is_terminal=is_terminal)
-    with redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err), patch.dict(os.environ, {"TERM": "xterm"}):
         found = main([str(each) for each in arguments])
     assert found == status, (arguments, found, err.text())
     return Ran(out.text(), err.text())

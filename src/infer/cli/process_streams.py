@@ -89,13 +89,14 @@ def silence_stdout() -> None:
 def end_process(status: int) -> NoReturn:
     """End the process immediately, after the exit functions.
 
-    Helper processes are stopped, and a model's memory is freed without destroying its objects.
+    Helper processes are stopped, and a model's memory is freed without destroying its objects. What exit
+    functions write is shown, too.
     """
     ignore_signals()
+    atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    atexit._run_exitfuncs()
     os._exit(status)
 
 

@@ -95,7 +95,8 @@ def held_bytes(model: Transformer) -> int:
             members += [] if part.experts.norms is None else vars(part.experts.norms).values()
     for own in (layer.per_layer_input for layer in model.layers):
         members += [] if own is None else vars(own).values()
-    members += [] if model.per_layer is None else vars(model.per_layer).values()
+    for own in (model.per_layer, model.text_inputs):
+        members += [] if own is None else vars(own).values()
     members += [heads.sinks for heads in all_heads(model)]
     for own in (layer.mixer for layer in model.layers if isinstance(layer.mixer, LoadedAttention)):
         if own.own.qk_norm != "head_unweighted":  # its ones are not in a file

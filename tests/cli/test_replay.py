@@ -9,7 +9,7 @@ import pytest
 
 from cases import cases
 from commands import refused, run
-from infer import LLM, InvalidRequestError, SamplingParams
+from infer import LLM, InvalidRequestError, SamplingParams, Tokenizer
 from infer.cli import subcommands
 from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.bodies import Served as ModelOfBody
@@ -64,6 +64,13 @@ def test_an_answer_over_http_is_replayed_to_the_byte(served: Served, route: str,
     assert "the fingerprint is the same\nthe answer is the same" in told
     told = run("replay", link_of({**asked, "body": body | {"model": "tiny"}})).err
     assert "'tiny' is not on this machine: smollm2 answers" in told
+
+
+def test_an_answer_before_a_suffix_is_replayed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = Mock(ends=(), prompt=lambda before, after, files, encode, room: [*encode(after), *encode(before)])
+    monkeypatch.setattr(Tokenizer, "infill_marks", marks)
+    body = {"prompt": "Once", "suffix": " upon a time", "seed": 3, "max_tokens": 8}
+    test_an_answer_over_http_is_replayed_to_the_byte(served, COMPLETIONS, body)
 
 
 def test_calls_are_replayed(served: Served) -> None:

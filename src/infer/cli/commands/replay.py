@@ -33,7 +33,7 @@ from infer.request_limits import MAX_BIAS, MAX_STOPS
 from infer.sampling_params import PARAMETERS, SamplingParams
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import BodyError, read_body
-from infer.serving.protocols.openai.ask import ChatBody, CompletionBody, ask_text
+from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
 from infer.system.status_line import write_notice
 
 Route = Literal["/v1/chat/completions", "/v1/completions"]
@@ -199,8 +199,9 @@ def run_replay(llm: "infer.LLM", link: Permalink, body: ChatBody | CompletionBod
 
 def _asked(llm: "infer.LLM", body: ChatBody | CompletionBody) -> Ask:
     with _naming_the_body():
-        served = Served(llm)
-        asked = body.ask(served) if isinstance(body, ChatBody) else ask_text(body, served)
+        asked = body.ask(Served(llm))
+        if not isinstance(asked, Ask):  # the prompt gets the marks of a suffix
+            asked = asked()
     count = len(asked.prompts) * len(asked.params) if asked.is_answered else 0
     if count != 1:
         raise InvalidRequestError(f"the permalink's body must ask for one answer, got {count}")

@@ -15,6 +15,7 @@ from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -258,6 +259,13 @@ def test_a_replica_gets_the_name_of_the_client_but_not_its_key_or_connection() -
         b"x-request-id": b"req-1", b"x-infer-id": b"req-1", b"x-infer-key-name": b"ann", b"x-infer-sent": b"0",
         b"x-infer-load-seconds": b"0.000000",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["team", "zoë", "日本"])
+def test_a_call_keeps_the_name_of_its_key_in_another_process(name: str) -> None:
+    call, other = Call(None, "POST", key_name=name), Call(None, "POST")
+    other.take_over(Headers(raw=call.handed_on(3, 0.5)))
+    assert (other.key_name, other.id, other.num_sent_bytes, other.load_seconds) == (name, call.id, 3, 0.5)
 
 
 def test_a_head_is_handed_on_without_the_fields_of_its_connection() -> None:

@@ -139,7 +139,8 @@ class Call:
 
     def take_over(self, headers: Headers) -> None:
         """Set the fields that are `handed_on`. A readiness probe, which clients do not send, has no id."""
-        self.key_name, call_id, created, sent, load_seconds = (headers.get(name, "") for name in HANDED_HEADERS)
+        texts = (headers.get(name, "").encode("latin-1").decode() for name in HANDED_HEADERS)  # they are UTF-8
+        self.key_name, call_id, created, sent, load_seconds = texts
         if call_id:
             self.id, self.created, self.num_sent_bytes, self.is_noted = call_id, int(created), int(sent), True
             self.load_seconds = float(load_seconds or 0.0)

@@ -89,15 +89,20 @@ def silence_stdout() -> None:
 def end_process(status: int) -> NoReturn:
     """End the process immediately, after the exit functions.
 
-    Helper processes are stopped, and a model's memory is freed without destroying its objects. What exit
-    functions write is shown, too.
+    Helper processes are stopped, and a model's memory is freed without destroying its objects. The output does not wait
+    for the exit functions, and what these write is shown, too.
     """
     ignore_signals()
+    _flush()
     atexit._run_exitfuncs()
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
 
 
 def _prepared(stream: TextIO, descriptor: int) -> TextIO:

@@ -355,6 +355,10 @@ ROWS = [
     _tiny("glm", hf.GlmConfig, head_dim=32),
     _tiny("glm4", hf.Glm4Config, num_hidden_layers=3, head_dim=32),
     _tiny("glm4_whole", hf.Glm4Config, head_dim=16, attention_bias=False, partial_rotary_factor=1.0),
+    _tiny(
+        "glm4_proportional", hf.Glm4Config, head_dim=16,
+        rope_parameters={"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    ),
     _tiny("ernie4_5", hf.Ernie4_5Config, head_dim=32),
     _tiny("ernie4_5_biases", hf.Ernie4_5Config, head_dim=16, use_bias=True, tie_word_embeddings=False),
     _tiny("ernie4_5_moe", hf.Ernie4_5_MoeConfig, moe_num_experts=6, moe_k=2, moe_intermediate_size=64),

@@ -30,6 +30,7 @@ def make(family: str, **settings: Any) -> Architecture:
 
 ROPES = [("llama", "linear", {"factor": 4.0}), ("llama", "dynamic", {"factor": 4.0}), ("llama", "llama3", LLAMA3)]
 ROPES += [("qwen2", "yarn", YARN), ("phi3", "longrope", LONG)]
+ROPES += [("nemotron", "proportional", {"partial_rotary_factor": 0.25})]
 
 
 @pytest.mark.parametrize(("family", "kind", "settings"), ROPES)
@@ -120,6 +121,8 @@ def test_every_default_is_that_of_the_class_of_transformers(tiny: Tiny) -> None:
     assert make_architecture(said) == make_architecture(whole)
 
 
+_PARTIAL = {kind: {"partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")}
+
 REFUSED = [
     ("gptj", {}, "model_type 'gptj' is not supported: supported are"),
     ("bloom", {}, "model_type 'bloom' is not supported: it needs a bias of attention by distance"),
@@ -127,6 +130,12 @@ REFUSED = [
     ("jamba", {}, "model_type 'jamba' is not supported: it needs the state-space layers of Mamba"),
     ("mimo2", {}, "model_type 'mimo2' is not supported: it needs values of another length than keys"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported for cohere: it must be False"),
+    ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for phi: it must be False"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2_moe"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported for qwen3_moe"),
+    ("solar_open", {"topk_group": 0}, "topk_group=0 is not supported for solar_open: it must be 1"),
+    ("lfm3", {"rope_parameters": _PARTIAL}, "partial_rotary_factor=0.5 needs the rope_type proportional"),
+    ("gemma4_text", {"rope_parameters": _PARTIAL}, "partial_rotary_factor=0.5 needs the rope_type proportional"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported for phi: it must be False"),
     ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm=False is not supported for lfm3: it must be True"),
     (

@@ -193,7 +193,9 @@ def _with_paired_rows(
     """
     found, num_heads = dict(tensors), config.get("num_attention_heads")
     for given in (config, config.get("rope_scaling"), config.get("rope_parameters")):
-        share = given.get("partial_rotary_factor", share) if isinstance(given, Mapping) else share
+        if isinstance(given, Mapping):
+            is_proportional = given.get("rope_type", given.get("type")) == "proportional"
+            share = 1.0 if is_proportional else given.get("partial_rotary_factor", share)
     if type(num_heads) is not int or num_heads < 1 or not isinstance(share, int | float):
         return found
     for name, info in tensors.items():

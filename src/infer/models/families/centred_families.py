@@ -49,7 +49,7 @@ CENTRED: dict[str, Family] = {
         defaults=usual_defaults(2048, eps=1e-5, hidden_act="gelu_new", partial_rotary_factor=0.5),
         fixed={"attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
         norms=Norms(are_centred=True, have_bias=True, parallel="one"),
-        refuses={"qk_layernorm": False},
+        refuses={"qk_layernorm": False, "tie_word_embeddings": False},
     ),
     "starcoder2": replace(
         _PLAIN,

@@ -27,14 +27,13 @@ def make_rope(config: Config, head_dim: int, given: Config) -> Rope:
     `given` has the rope settings as the readers in `ropes` return them. `config` has other values that some kinds of
     scaling need.
     """
-    is_proportional = given.get("rope_type") == "proportional"
-    partial = 1.0 if is_proportional else positive(given, "partial_rotary_factor", 1.0)
+    name = "rope_type" if "rope_type" in given else "type"
+    partial = 1.0 if given.get(name) == "proportional" else positive(given, "partial_rotary_factor", 1.0)
     rope = Rope(theta=positive(given, "rope_theta"), dim=int(head_dim * partial))
     if not 0 < 2 * rope.half <= head_dim:
         raise ModelError(f"config: {rope.dim} elements of a head cannot rotate in pairs if head_dim is {head_dim}")
     if config.get("rope_frequency_factors") is not None:  # a GGUF file stores the factors themselves
         return replace(rope, frequency_factors=positives(config, "rope_frequency_factors", rope.half))
-    name = "rope_type" if "rope_type" in given else "type"
     scaled: Callable[[Rope, Config, Config], Rope] = choice({"type": "default", **given}, name, _KINDS)
     return scaled(rope, given, config)
 

@@ -151,13 +151,30 @@ def rope_by_kind(
     return read
 
 
+def _rotating_whole_heads(read: RopeSettings) -> RopeSettings:
+    """Return the reader for families whose code rotates whole heads, unless the rope is `proportional`."""
+
+    def checked(config: Config, kind: str) -> Config:
+        rope = read(config, kind)
+        partial = rope.get("partial_rotary_factor", 1.0)
+        if partial != 1 and rope.get("rope_type") != "proportional":
+            raise UnsupportedModelError(f"partial_rotary_factor={partial!r:.60} needs the rope_type proportional")
+        return rope
+
+    return checked
+
+
 _HALF_OF_A_HEAD = {"partial_rotary_factor": 0.5}
 gemma3_rope = rope_by_kind(1_000_000.0, 10_000.0, is_flat=True)
-gemma4_rope = rope_by_kind(
-    1_000_000.0, 10_000.0, usual={"rope_type": "proportional", "partial_rotary_factor": 0.25}, is_flat=True
+gemma4_rope = _rotating_whole_heads(
+    rope_by_kind(
+        1_000_000.0, 10_000.0, usual={"rope_type": "proportional", "partial_rotary_factor": 0.25}, is_flat=True
+    )
 )
 olmo3_rope = rope_by_kind(500_000.0, 500_000.0, sliding_name="rope_theta", is_flat=True)
-lfm3_rope = rope_by_kind(1_000_000.0, 10_000.0, usual={"rope_type": "proportional"} | _HALF_OF_A_HEAD)
+lfm3_rope = _rotating_whole_heads(
+    rope_by_kind(1_000_000.0, 10_000.0, usual={"rope_type": "proportional"} | _HALF_OF_A_HEAD)
+)
 
 
 def laguna_rope(config: Config, kind: str) -> Config:

@@ -22,7 +22,7 @@ _QWEN = ExpertRules(shared=SHARED_SIZE, has_shared_gate=True)
 _OF_CORRECTED_SCORES = Family(
     usual_defaults(2048),
     reads=ATTENTION_BIAS,
-    refuses={"n_group": 1},
+    refuses={"n_group": 1, "topk_group": 1},
     qk_norm="head",
     experts=ExpertRules("sigmoid", floor=1e-20, is_scaled=True, has_correction=True, shared=NUM_SHARED),
     is_sparse=is_sparse_after_the_first,
@@ -56,9 +56,9 @@ _OLMOE = Family(
 SPARSE: dict[str, Family] = {
     "qwen3_moe": Family(
         usual_defaults(32_768, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768)
-        | {"head_dim": 128, **QWEN_WINDOWS},
+        | {"head_dim": 128},
         reads=ATTENTION_BIAS,
-        layer_kinds=kinds.windowed_from_a_layer_on,
+        refuses={"use_sliding_window": False},
         qk_norm="head",
         experts=_QWEN,
         is_sparse=is_sparse_in_qwen,
@@ -92,6 +92,7 @@ SPARSE: dict[str, Family] = {
         usual_defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
         | {SHARED_SIZE: 5632, **QWEN_WINDOWS},
         fixed={"attention_bias": True, "attention_output_bias": False},
+        refuses={"use_sliding_window": False},
         layer_kinds=kinds.windowed_from_a_layer_on,
         experts=_QWEN,
         is_sparse=is_sparse_in_qwen,
@@ -132,7 +133,7 @@ SPARSE: dict[str, Family] = {
         | {"n_shared_experts": 1, "moe_intermediate_size": 1536, "routed_scaling_factor": 2.826},
         fixed={"norm_topk_prob": True},
         renamed={"router_scaling_factor": "routed_scaling_factor", "num_shared_experts": NUM_SHARED},
-        refuses={"mlp_bias": False, "n_group": 1},
+        refuses={"mlp_bias": False, "n_group": 1, "topk_group": 1},
         rope_settings=ropes.theta_rope(11_158_840.0),
         is_sparse=is_sparse_as_listed,
     ),

@@ -336,7 +336,6 @@ def test_a_path_is_found_however_the_base_url_was_given(served: Served, path: st
 @cases(
     "method path hint",
     ("POST", "/v1/chat/completion", "did you mean /v1/chat/completions?"),
-    ("POST", "/api/blobs/sha256:1", "only a part of Ollama's API is served, GET /docs lists the routes"),
     ("POST", "/v1/embedding", "did you mean /v1/embeddings?"),
     ("GET", "/xyzzy", "GET /docs lists the routes"),
 )
@@ -344,6 +343,13 @@ def test_an_unknown_path_is_answered_with_a_known_one(served: Served, method: st
     answer = served.client.request(method, path)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
     assert hint in answer.json()["error"]["message"]
+
+
+def test_an_unknown_path_has_the_errors_of_its_neighbours(served: Served) -> None:
+    hint = "only a part of Ollama's API is served, GET /docs lists the routes"
+    assert hint in served.client.post("/api/blobs/sha256:1").json()["error"]
+    anthropics = served.client.get("/v1/messages/batches").json()
+    assert (anthropics["type"], anthropics["error"]["code"]) == ("error", "unknown_url")
 
 
 def test_a_key_is_needed_on_every_spelling_of_a_path(llm: LLM) -> None:

@@ -170,7 +170,7 @@ def _routed(state: ServerState, table: Sequence[ApiRoute]) -> ASGIApp:
             call.left_in = call.phase
             return
         except Exception as error:
-            refusal = refusal_of(error, call, routes[0].shape if routes else ErrorShape)
+            refusal = refusal_of(error, call, routes[0].shape if routes else _nearest_shape(path, table))
             response = Response(refusal.body, refusal.status, refusal.headers, media_type=JSON)
         await response(scope, receive, send)
 
@@ -214,6 +214,17 @@ def _missing(method: str, path: str, found: _Found, table: Sequence[ApiRoute]) -
         near = difflib.get_close_matches(path[:200], known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "GET /docs lists the routes"
     return ApiError(404, f"there is no {method} {path:.200} here: {hint}", code="unknown_url")
+
+
+def _nearest_shape(path: str, table: Sequence[ApiRoute]) -> type[ErrorShape]:
+    """Return the format of errors of the routes that begin as the path does, or OpenAI's if these have several."""
+    path = path[:200]
+    while path:
+        path = path.rpartition("/")[0]
+        near = {each.shape.error_type: each.shape for each in table if f"{each.path}/".startswith(f"{path}/")}
+        if near:
+            return near.popitem()[1] if len(near) == 1 else ErrorShape
+    return ErrorShape
 
 
 # Keys and names of hosts

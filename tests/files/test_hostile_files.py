@@ -134,6 +134,7 @@ FAULTS: dict[str, tuple[Files, str]] = {
     "a template file of 2 MB": ({"chat_template_jinja": b"x" * (2 << 20)}, "expected at most 1048576 bytes"),
     "an end that is a fraction": ({"generation_config_json": {"eos_token_id": 1.5}}, "eos_token_id: expected an id or"),
     "ends that are lists": ({"generation_config_json": {"eos_token_id": [[1]]}}, "eos_token_id: expected an id or"),
+    "a file without tensors": ({"model_safetensors": b"\2" + bytes(7) + b"{}"}, "the model has no tensors"),
     "a config that is a device": ({"config_json": Path("/dev/zero")}, "it has no config.json"),
     "a generation config that is a device": ({"generation_config_json": Path("/dev/zero")}, "is outside the model's"),
     "a tokenizer that is a device": ({"tokenizer_json": Path("/dev/zero")}, "tokenizer.json: file: is not a regular"),

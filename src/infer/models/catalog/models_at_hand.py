@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from infer.compute.operands.architecture import Architecture
 from infer.compute.quantization.file_types import FILE_TYPES
-from infer.errors import InferError
+from infer.errors import InferError, ModelError
 from infer.files import Checkpoint, open_checkpoint
 from infer.files.config import config_from_gguf
 from infer.files.gguf.gguf import read_gguf
@@ -112,9 +112,11 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def weights_name(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
-    """Return the mixture in a GGUF file's metadata, or the type of most weights."""
+    """Return the mixture in a GGUF file's metadata, or the type of most weights. Raises ModelError without weights."""
     number = metadata.get("general.file_type")
     named = _FILE_TYPES.get(number) if type(number) is int else None
+    if named is None and not tensors:
+        raise ModelError("the model has no tensors: its file may be cut, or hold only a vocabulary")
     return named or weights_by_type(tensors)[0].type
 
 

@@ -13,8 +13,9 @@ import pytest
 from extent import usual_or_all
 from idle import in_event_loop
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Backlog, Relay, Waiters
+from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
+from infer.engine.requests.prompt_batch import _Batch
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
 from infer.errors import InvalidRequestError
@@ -198,14 +199,13 @@ def test_a_result_that_an_event_cancels_has_what_was_computed(world: World, engi
     assert (result.token_ids, result.stop_reason) == (by_definition(world, LONG).token_ids[:count], "cancelled")
 
 
-def test_an_answer_that_joins_a_dropped_batch_ends(world: World, loop: Loop) -> None:
-    backlog, answer = Backlog(1), Answer(loop, make_sequence(world, LONG, Way()), only_end=True)
-    loop.drop(backlog)
-    loop.run(int)  # behind the drop
-    backlog.waiting.append(answer)
-    loop.refill(backlog)
-    answer.wait()
-    assert answer.result().token_ids == []
+def test_an_answer_that_joins_a_cancelled_batch_ends(world: World, loop: Loop) -> None:
+    sequence = make_sequence(world, LONG, Way())
+    batch = _Batch(loop, iter([(0, sequence)]), 1, Waiters())
+    batch.cancel()
+    batch.fill()  # of a thread that still prepares requests
+    batch.waiters.wait(batch.have_all_ended)
+    assert (sequence.pieces, sequence.finish_reason) == ([], "abort")
 
 
 def test_a_second_thread_that_reads_a_stream_is_refused(world: World, loop: Loop) -> None:

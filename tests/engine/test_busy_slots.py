@@ -44,7 +44,7 @@ def test_a_slot_that_is_freed_is_filled_before_the_next_step(world: World, monke
     lengths = [5 + 7 * (number % 4) for number in range(20)]
     cases = [replace(LONG, params=replace(LONG.params, max_new_tokens=length)) for length in lengths]
     engine, backlogs, taken, counts = make_engine(world), list[Backlog](), list[Sequence](), list[int]()
-    step = engine.step
+    loop, step = loop_of(engine), engine.step
 
     def make_backlog(most_running: int) -> Backlog:
         backlogs.append(Backlog(most_running))
@@ -53,7 +53,7 @@ def test_a_slot_that_is_freed_is_filled_before_the_next_step(world: World, monke
     def step_when_filled() -> list[Sequence]:
         """Run a step. Before it, the caller has taken the ended answers, and added as many new ones."""
         while len(backlogs[0].waiting) < NUM_SLOTS and len(taken) < len(cases):
-            time.sleep(0)
+            loop.thread.inbox.get()()
         if backlogs[0].waiting:
             counts.append(len(engine.sequences))
         return step()
@@ -65,7 +65,7 @@ def test_a_slot_that_is_freed_is_filled_before_the_next_step(world: World, monke
 
     monkeypatch.setattr("infer.engine.requests.prompt_batch.Backlog", make_backlog)
     monkeypatch.setattr(engine, "step", step_when_filled)
-    for ended in answer_all(loop_of(engine), sequences(), NUM_SLOTS):
+    for ended in answer_all(loop, sequences(), NUM_SLOTS):
         assert Outcome.of(ended.result) == by_definition(world, cases[ended.number])
     assert set(counts[1:]) == {NUM_SLOTS}, "but in the first, which begins before the caller has filled them"
     assert len(counts) > 10

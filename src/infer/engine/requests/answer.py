@@ -124,20 +124,18 @@ class _Loop(Protocol):
 
 @final
 class Backlog:
-    """Answers of one caller. When one ends, the next one begins before the next step.
+    """Answers of one caller, of which `most_running` run. When one ends, the next one begins before the next step.
 
-    The caller appends to `waiting`, and then calls `Loop.refill`.
+    Only the loop's thread changes it. Any thread may read `is_full`.
     """
 
     def __init__(self, most_running: int) -> None:
-        self.most_running, self.num_running, self.is_dropped = most_running, 0, False
-        self.waiting = deque[Answer]()
+        self.most_running, self.num_running = most_running, 0
+        self.waiting = deque[Answer]()  # one that was cancelled is skipped
 
-    def end_waiting(self) -> None:
-        """End the answers that have not begun."""
-        with suppress(IndexError):
-            while True:
-                self.waiting.popleft().end()
+    @property
+    def is_full(self) -> bool:
+        return self.num_running == self.most_running
 
 
 @final
@@ -159,12 +157,11 @@ class Answer:
         *,
         lease: Lease | None = None,
         on_end: Callable[[], None] | None = None,
-        only_end: bool = False,
         backlog: Backlog | None = None,
     ) -> None:
         """Begin without pieces. Several answers with the same reader may share `waiters`."""
-        self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, only_end
-        self.backlog = backlog  # from which it is submitted
+        self.loop, self.sequence, self.lease, self.only_end = loop, sequence, lease, False
+        self.backlog = backlog  # in which it may wait
         self.num_put = self.num_taken = self.num_prefilled = 0
         self.has_ended = self.is_dropped = self.is_paused = self.is_settled = False
         self._failure: BaseException | None = None

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from itertools import chain
 from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, final
@@ -89,32 +88,21 @@ class EngineThread(threading.Thread):
             self._held.enter_context(torch.inference_mode())
 
     def submit(self, answer: Answer) -> None:
-        """Compute an answer, in its lease's slot if it has one."""
-        sequence = answer.sequence
+        """Compute an answer, in its lease's slot if it has one. If its backlog is full, it waits there."""
+        sequence, backlog = answer.sequence, answer.backlog
         if self.failure is not None:
             answer.fail(self.failure, self._why_failed)
         if self.failure is not None or self._is_closed or sequence.has_ended:
             answer.end()
             return
+        if backlog is not None and backlog.is_full:
+            backlog.waiting.append(answer)
+            return
+        if backlog is not None:
+            backlog.num_running += 1
         sequence.is_streamed = not answer.only_end
         self.answers[sequence] = answer
         self._open_engine.submit(sequence, answer.lease)
-
-    def refill(self, backlog: Backlog) -> None:
-        """Compute answers that were added to a backlog, as many as may run."""
-        if self._is_closed or backlog.is_dropped:
-            backlog.end_waiting()
-        while backlog.num_running < backlog.most_running and backlog.waiting:
-            answer = backlog.waiting.popleft()
-            backlog.num_running += 1
-            self.submit(answer)
-
-    def drop(self, backlog: Backlog) -> None:
-        """End the answers of a backlog, because they are no longer read."""
-        backlog.end_waiting()
-        for sequence, answer in self.answers.items():
-            if answer.backlog is backlog:
-                self._open_engine.cancel(sequence)
 
     def cancel(self, answer: Answer) -> None:
         if answer.sequence in self.answers:
@@ -149,10 +137,6 @@ class EngineThread(threading.Thread):
         """True if a new sequence gets a slot: it must end a multi-step, and others must wait anyway. For any thread."""
         engine = self.engine
         return engine is not None and len(self.answers) < engine.max_running
-
-    @property
-    def _backlogs(self) -> set[Backlog]:
-        return {answer.backlog for answer in self.answers.values() if answer.backlog is not None}
 
     @property
     def _open_engine(self) -> Engine:
@@ -193,8 +177,7 @@ class EngineThread(threading.Thread):
             if sequence.has_ended:
                 del self.answers[sequence]
                 if answer.backlog is not None:
-                    answer.backlog.num_running -= 1
-                    self.refill(answer.backlog)
+                    self._submit_next(answer.backlog)
             if answer.relay is not None:
                 relays.add(answer.relay)
             if not sequence.has_ended and answer.pause_if_full():
@@ -204,6 +187,12 @@ class EngineThread(threading.Thread):
                 relay.call()
             except RuntimeError:  # its event loop is closed
                 self._cancel_unread()
+
+    def _submit_next(self, backlog: Backlog) -> None:
+        """Submit the next answer of a backlog, of which one has ended. After the engine's failure, all of them end."""
+        backlog.num_running -= 1
+        while backlog.waiting and not backlog.is_full:
+            self.submit(backlog.waiting.popleft())
 
     def _cancel_unread(self) -> None:
         """End the answers whose event loop is closed, because nothing can read them."""
@@ -255,8 +244,7 @@ class EngineThread(threading.Thread):
         self.failure = error
         if self.refusal is not closed:
             self.refusal = lambda: EngineFailedError(f"{why}: load the model again")
-        waiting = chain.from_iterable(backlog.waiting for backlog in self._backlogs)
-        for answer in (*self.answers.values(), *waiting):
+        for answer in self.answers.values():
             answer.fail(error, why)
         shown = type(error), error, error.__traceback__, threading.current_thread()
         try:
@@ -266,8 +254,6 @@ class EngineThread(threading.Thread):
 
     def _end_all(self) -> None:
         """End all sequences without a further step, and let their readers know."""
-        for backlog in self._backlogs:
-            backlog.end_waiting()
         if self.engine is not None:
             with suppress(Exception):
                 self.engine.abandon()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 
 from infer.compute.ops import Backend
 from infer.engine.engine import Engine
-from infer.engine.requests.answer import Answer, Backlog, Check, EngineCall, Relay, Waiters, Work, once
+from infer.engine.requests.answer import Answer, Check, EngineCall, Relay, Waiters, Work, once
 from infer.engine.requests.engine_thread import EngineThread
 from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
 from infer.engine.step.request_options import CALLBACK
@@ -102,26 +102,12 @@ class Loop:
     def submit(self, answer: Answer) -> None:
         """Compute an answer, in its lease's slot if it has one. Raises InferError if the loop accepts no more."""
         self._check_sender("an answer", self.thread.refusal)
-        self._send(partial(self.thread.submit, answer), is_urgent=self.thread.has_room)
+        waits = answer.backlog is not None and answer.backlog.is_full
+        self._send(partial(self.thread.submit, answer), is_urgent=self.thread.has_room and not waits)
 
     def proceed(self, answer: Answer) -> None:
         """Continue a paused answer. Never blocks and never raises."""
         self.thread.inbox.put(partial(self.thread.proceed, answer))
-
-    def refill(self, backlog: Backlog) -> None:
-        """Compute the new answers of a backlog. Raises the errors of `submit`."""
-        try:
-            self._check_sender("an answer", self.thread.refusal)
-        except InferError:
-            backlog.end_waiting()
-            raise
-        is_urgent = backlog.num_running < backlog.most_running and self.thread.has_room
-        self._send(partial(self.thread.refill, backlog), is_urgent=is_urgent)
-
-    def drop(self, backlog: Backlog) -> None:
-        """End the answers of a backlog, also those that are added later. Never blocks and never raises."""
-        backlog.is_dropped = True
-        self._send(partial(self.thread.drop, backlog))
 
     def cancel(self, answer: Answer) -> None:
         """End an answer after the current step. A multi-step ends early. Never blocks and never raises.

@@ -96,7 +96,7 @@ def answer_all(loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size
             batch.waiters.wait(batch.has_ended)
             yield from batch.take()
     finally:
-        loop.drop(batch.backlog)
+        batch.cancel()
         if loop.can_be_awaited:
             batch.waiters.wait(batch.have_all_ended)
 
@@ -112,7 +112,7 @@ async def answer_all_as_task(
             for ended in batch.take():
                 yield ended
     finally:
-        loop.drop(batch.backlog)
+        batch.cancel()
         await batch.waiters.wait_as_task(batch.have_all_ended)
 
 
@@ -123,21 +123,29 @@ class _Batch:
     def __init__(
         self, loop: Loop, sequences: Iterator[tuple[int, Sequence]], batch_size: int, waiters: Waiters
     ) -> None:
-        self.waiters = waiters
-        self._loop, self._sequences, self.backlog = loop, sequences, Backlog(batch_size)
+        self.waiters, self._is_cancelled = waiters, False
+        self._loop, self._sequences, self._backlog = loop, sequences, Backlog(batch_size)
         self._open = list[tuple[int, Answer]]()  # each with its prompt's number
 
     def fill(self) -> bool:
         """Take sequences until there is no room. Return False if none is left."""
-        while len(self._open) < 2 * self.backlog.most_running and not self.backlog.is_dropped:
+        while len(self._open) < 2 * self._backlog.most_running:
             if (following := next(self._sequences, None)) is None:
                 break
             number, sequence = following
-            answer = Answer(self._loop, sequence, self.waiters, only_end=True, backlog=self.backlog)
-            self.backlog.waiting.append(answer)  # first: Ctrl-C between the two leaves nothing that nobody ends
-            self._open.append((number, answer))
-            self._loop.refill(self.backlog)
+            answer = Answer(self._loop, sequence, self.waiters, backlog=self._backlog)
+            self._open.append((number, answer))  # first: Ctrl-C between the two leaves nothing that nobody ends
+            if self._is_cancelled:  # by another thread
+                answer.cancel()
+                break
+            answer.begin(only_end=True)
         return bool(self._open)
+
+    def cancel(self) -> None:
+        """End the open answers, and one that another thread adds meanwhile. Never blocks and never raises."""
+        self._is_cancelled = True
+        for _, answer in tuple(self._open):
+            answer.cancel()
 
     def has_ended(self) -> bool:
         return any(answer.has_ended for _, answer in self._open)

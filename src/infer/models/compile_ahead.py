@@ -7,12 +7,10 @@ from functools import partial
 from infer.compute.backends.before_load import begin_compiling
 from infer.compute.operands.architecture import Architecture, ModelOutline
 from infer.errors import InferError
-from infer.files import open_checkpoint
 from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import ModelSettings
-from infer.models.families import make_architecture
+from infer.models.families import open_network
 from infer.models.memory.memory_estimate import LoadSettings, kv_type_of, loaded_types
-from infer.models.tensors import check_tensors
 
 
 def make_outline(
@@ -43,7 +41,5 @@ def compiling_ahead(model: str, settings: ModelSettings) -> Iterator[None]:
 
 
 def _outline_of(model: str, settings: ModelSettings) -> ModelOutline:
-    checkpoint = open_checkpoint(model)
-    architecture = make_architecture(checkpoint.config)
-    check_tensors(architecture, checkpoint.tensors)
+    checkpoint, architecture = open_network(model)
     return make_outline(architecture, checkpoint.tensors, settings)

@@ -9,15 +9,13 @@ from infer.cli.command_options import EstimateOptions, ExplainOptions
 from infer.cli.terminal import columns_of_rows, counted, megabytes, print_report, q8_remark
 from infer.compute.backends.before_load import kernel_kind
 from infer.compute.kvcache.groups import ROW_STATES, check_layers
-from infer.files import open_checkpoint
 from infer.models.catalog.explanation import Explanation, explain
 from infer.models.catalog.header_facts import tokens_per_second
 from infer.models.compile_ahead import make_outline
 from infer.models.draft_plan import plan_draft_bytes
-from infer.models.families import make_architecture
+from infer.models.families import open_network
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, largest_types
-from infer.models.tensors import check_tensors
 from infer.system.available_memory import available_memory_bytes, read_bandwidth
 from infer.system.cores import check_num_threads, default_num_threads
 
@@ -173,9 +171,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def run_estimate(options: EstimateOptions) -> None:
-    checkpoint = open_checkpoint(options.model)
-    architecture, tensors = make_architecture(checkpoint.config), checkpoint.tensors
-    check_tensors(architecture, tensors)
+    checkpoint, architecture = open_network(options.model)
+    tensors = checkpoint.tensors
     settings, cache = options.settings, options.settings.cache
     check_layers(cache, architecture.mixers)
     num_tokens, own = context_length(options.max_seq_len, architecture, cache), architecture.most_positions

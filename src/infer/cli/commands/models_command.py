@@ -21,7 +21,6 @@ from infer.cli.process_streams import exit_on_signal
 from infer.cli.terminal import Spinner, columns_of_rows, megabytes, print_report
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.errors import InferError, InvalidRequestError
-from infer.files import open_checkpoint
 from infer.files.gguf.forms import architecture_in_gguf
 from infer.files.hub.find import INSTALLED_MODELS
 from infer.files.hub.hub import HubName, parse_hub_name, remove_cached
@@ -29,8 +28,7 @@ from infer.files.hub.hub_download import fetch
 from infer.model_settings import ModelSettings
 from infer.models.catalog.models_at_hand import ModelAtHand, models_at_hand
 from infer.models.catalog.supported import SUPPORTED, proven_settings
-from infer.models.families import make_architecture
-from infer.models.tensors import check_tensors
+from infer.models.families import open_network
 from infer.system.available_memory import available_memory_bytes, read_bandwidth, total_memory_bytes
 from infer.system.cores import default_num_threads, num_processors, processor_name
 from infer.system.spellings import install_extra
@@ -136,10 +134,8 @@ def run_compile(options: CompileOptions) -> None:
     from infer.compute import ops
     from infer.models.compile_ahead import make_outline
 
-    model, checkpoint = options.model, open_checkpoint(options.model)
-    architecture = make_architecture(checkpoint.config)
-    check_tensors(architecture, checkpoint.tensors)
-
+    model = options.model
+    checkpoint, architecture = open_network(model)
     kinds = product(("exact", "fast"), KV_TYPES) if options.is_all else [("exact", "auto")]
     settings = (ModelSettings.of({"precision": precision, "kv_type": kv_type}) for precision, kv_type in kinds)
     outlines = [make_outline(architecture, checkpoint.tensors, each) for each in settings]

@@ -15,13 +15,12 @@ from infer.compute.operands.feed_forwards import Router
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.mixers import Attention, QueryScale, Rope
 from infer.compute.quantization.kv_formats import KV_TYPES, QUANTIZED, VALUES_PER_SCALE
-from infer.files import Checkpoint, open_checkpoint
+from infer.files import Checkpoint
 from infer.files.generation_config import defaults_of
 from infer.models.catalog.header_facts import tasks_of
-from infer.models.families import make_architecture
+from infer.models.families import open_network
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings, StoredWeights, expert_bytes, weights_by_type
-from infer.models.tensors import check_tensors
 from infer.text.tokenizer import Tokenizer
 from infer.text.tokenizer.gguf_encoders import is_encoder
 from infer.text.tokenizer.gguf_vocabulary import TokenType
@@ -96,9 +95,7 @@ def explain(model: str | Path) -> Explanation:
 
     Raises the errors of loading it: for an unsupported family, tensor or tokenizer.
     """
-    checkpoint = open_checkpoint(model)
-    architecture = make_architecture(checkpoint.config)
-    check_tensors(architecture, checkpoint.tensors)
+    checkpoint, architecture = open_network(model)
     kept = tuple(mixer for mixer in architecture.attention if mixer.has_keys)
     weights = tuple(weights_by_type(checkpoint.tensors))
     common, groups = group_layers(architecture.layers)

@@ -18,10 +18,9 @@ from infer.model_settings import ModelSettings
 from infer.models.catalog.model_facts import ModelFacts
 from infer.models.catalog.models_at_hand import weights_name
 from infer.models.draft_plan import plan_draft_bytes
-from infer.models.families import make_architecture
+from infer.models.families import make_architecture, open_network
 from infer.models.memory.memory_budget import MemoryBudget, context_length
 from infer.models.memory.memory_estimate import LoadSettings, StoredMatrix, decode_bytes, loaded_types, weights_by_type
-from infer.models.tensors import check_tensors
 from infer.system.available_memory import read_bandwidth
 from infer.system.cores import default_num_threads
 from infer.text.tokenizer.infill import find_marks
@@ -125,9 +124,7 @@ def plan_served(model: str, settings: ModelSettings, *, most_bytes: int, share_b
     `share_bytes`, from 1 to 8. Experts that do not fit are read from a file. Raises ModelError, which names the context
     that would fit, if one context is too large.
     """
-    checkpoint = open_checkpoint(model)
-    architecture = make_architecture(checkpoint.config)
-    check_tensors(architecture, checkpoint.tensors)
+    checkpoint, architecture = open_network(model)
     load, cache = LoadSettings.of(settings, settings.threads or default_num_threads()), settings.cache
     pool_pages = settings.pool_pages
     check_layers(cache, architecture.mixers)

@@ -8,11 +8,13 @@ that `transformers` ignores is ignored here, unless other engines read it: then 
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from infer.compute.operands.architecture import Architecture, Layer, Norms
 from infer.compute.operands.feed_forwards import Dense, Experts
 from infer.compute.operands.mixers import MAX_HEADS, Attention, Mixer, QKNorm
 from infer.errors import ModelError, UnsupportedModelError
+from infer.files import Checkpoint, open_checkpoint
 from infer.models.families.config_values import Config, choice, count, flag, optional_count, optional_positive, positive
 from infer.models.families.encoders import ENCODERS
 from infer.models.families.experts import make_experts
@@ -23,8 +25,9 @@ from infer.models.families.rope_scaling import make_rope
 from infer.models.families.table import FAMILIES
 from infer.models.families.whole_texts import sees_whole_texts, without_mask
 from infer.models.families.widths import head_dim_of, num_layers_of
+from infer.models.tensors import check_tensors
 
-__all__ = ["ENCODERS", "FAMILIES", "as_read", "family_of", "make_architecture"]
+__all__ = ["ENCODERS", "FAMILIES", "as_read", "family_of", "make_architecture", "open_network"]
 
 # Unsupported parts, and the models that need them, by their names in Hugging Face's and GGUF's files.
 _MODELS_BY_PART = {
@@ -55,6 +58,14 @@ _MODELS_BY_PART = {
     "the model_type of its text_config": ("mistral3",),
 }
 _NEEDS = {model: part for part, models in _MODELS_BY_PART.items() for model in models}
+
+
+def open_network(model: str | Path) -> tuple[Checkpoint, Architecture]:
+    """Return the open files of a model, and its architecture. Raises ModelError if its tensors do not fit that."""
+    checkpoint = open_checkpoint(model)
+    architecture = make_architecture(checkpoint.config)
+    check_tensors(architecture, checkpoint.tensors)
+    return checkpoint, architecture
 
 
 def make_architecture(config: Config) -> Architecture:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, Unpack, final, overload
@@ -155,7 +154,7 @@ class AsyncLLM:
             ' Paris'
             '.'
         """
-        return self._stream(Ask.of(prompt, params, options, keywords))
+        return self.host.astream(Ask.of(prompt, params, options, keywords))
 
     async def chat(
         self,
@@ -192,7 +191,7 @@ class AsyncLLM:
             >>> "".join([piece.text async for piece in stream])
             'The capital of France is Paris.'
         """
-        return self._stream(Ask.of(messages, params, options, keywords, has_variables=True))
+        return self.host.astream(Ask.of(messages, params, options, keywords, has_variables=True))
 
     async def choices(
         self,
@@ -225,10 +224,8 @@ class AsyncLLM:
         """
         if not params:
             raise InvalidRequestError("params must have the sampling of at least one answer")
-        loop, ask = self.host.loop, Ask([prompt], params, options or RequestOptions(), variables=variables)
-        asked = partial(self.host.requests.sequences, ask)
-        sequences = await loop.prepare(asked, is_constrained=ask.is_constrained)
-        return [loop.astream(sequence) for sequence in sequences]
+        ask = Ask([prompt], params, options or RequestOptions(), variables=variables)
+        return [AsyncStream.of(answer) for answer in await self.host.answers(ask)]
 
     @_as_in(LLM.prompt_logprobs)
     async def prompt_logprobs(self, *given: Any, **keywords: Any) -> list[TokenLogprob | None]:
@@ -353,7 +350,7 @@ class AsyncLLM:
         host, ask = self.host, Ask.of(prompt, params, options, keywords)
         Count(1, host.requests.limits.vocab_size).check("num_candidates", num_candidates)
         check_traceable(host)
-        stream = self._stream(ask)
+        stream = host.astream(ask)
         result, request = await stream.result(), stream.sequence.request
         first = 1 + len(ask.options.answer_prefix)
         traces = await self.trace_answer(request, result.token_ids, first=first, num_candidates=num_candidates)
@@ -389,10 +386,6 @@ class AsyncLLM:
             host, request, answer, first=first, last=last, num_candidates=num_candidates, is_given=is_given
         )
         return await host.loop.call_as_task(work)
-
-    def _stream(self, ask: Ask) -> AsyncStream:
-        asked = partial(self.host.requests.sequence, ask)
-        return self.host.loop.astream(asked, is_constrained=ask.is_constrained)
 
     @property
     def host(self) -> Host:

@@ -4,7 +4,6 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypedDict, Unpack, final, get_type_hints, overload
@@ -395,8 +394,7 @@ class LLM(TextCalls):
             ' Paris'
             '.'
         """
-        host, ask = self.host, Ask.of(prompt, params, keywords.pop("options", None), keywords)
-        return host.loop.astream(partial(host.requests.sequence, ask), is_constrained=ask.is_constrained)
+        return self.host.astream(Ask.of(prompt, params, keywords.pop("options", None), keywords))
 
     def generate_all(
         self,

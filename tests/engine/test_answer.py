@@ -12,13 +12,13 @@ import pytest
 
 from extent import usual_or_all
 from idle import in_event_loop
+from infer import AsyncStream, InvalidRequestError
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Relay, Waiters
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.prompt_batch import _Batch
 from infer.engine.runner.runner import Runner
 from infer.engine.step.sequence import Sequence
-from infer.errors import InvalidRequestError
 from infer.outputs import Piece
 from infer.sampling_params import SamplingParams
 from looping import beside, in_threads, loop_of, open_stream, until_idle
@@ -114,7 +114,7 @@ async def test_a_whole_answer_does_not_pause(world: World, loop: Loop) -> None:
     """Its pieces are not read before the end, except for the first ones in some cases."""
     stream = open_stream(loop, make_sequence(world, LONG, Way()))
     assert Outcome.of(stream.run()) == by_definition(world, LONG)
-    stream = loop.astream(make_sequence(world, LONG, Way()))
+    stream = AsyncStream.of(loop.answer(make_sequence(world, LONG, Way())))
     await anext(stream)
     while not stream.answer.is_paused:
         await asyncio.sleep(0)
@@ -246,7 +246,7 @@ def test_answers_that_threads_and_tasks_close_at_random_leave_nothing(world: Wor
         draw = random.Random(seed)
 
         async def ask() -> None:
-            stream = loop.astream(make_sequence(world, LONG, Way()))
+            stream = AsyncStream.of(loop.answer(make_sequence(world, LONG, Way())))
             task = asyncio.ensure_future(stream.result())
             for _ in range(draw.randrange(9)):
                 await asyncio.sleep(0)

@@ -130,7 +130,7 @@ def test_an_event_loop_is_called_once_a_step_for_all_streams(world: World, place
 
         event_loop.call_soon_threadsafe = count_call  # type: ignore[method-assign]
         sequences = [make_sequence(world, replace(LONG, prompt=(97 + each,)), Way()) for each in range(4)]
-        streams = [await place.loop.astream(sequence).begin() for sequence in sequences]
+        streams = [await AsyncStream.of(place.loop.answer(sequence)).begin() for sequence in sequences]
         have_begun.wait()
         for sequence, pieces in zip(sequences, await asyncio.gather(*map(read, streams)), strict=True):
             assert (pieces, len(pieces)) == (sequence.pieces, 120)
@@ -175,7 +175,7 @@ def test_a_paused_answer_ends_with_its_event_loop(world: World, place: Place, mo
     monkeypatch.setattr("infer.engine.requests.answer.MAX_UNREAD", 8)
 
     async def begin() -> AsyncStream:
-        stream = await place.loop.astream(make_sequence(world, LONG, Way())).begin()
+        stream = await AsyncStream.of(place.loop.answer(make_sequence(world, LONG, Way()))).begin()
         while not stream.sequence.is_paused:
             await asyncio.sleep(0.001)
         return stream
@@ -387,11 +387,11 @@ def test_a_stream_that_is_cancelled_before_its_request_is_prepared_computes_noth
     async def ask() -> AsyncStream:
         may_prepare = threading.Event()
 
-        def prepare(check: Callable[[], None]) -> Sequence:
-            may_prepare.wait()
-            return make_sequence(world, LONG, Way())
+        async def prepare() -> Answer:
+            await asyncio.to_thread(may_prepare.wait)
+            return place.loop.answer(make_sequence(world, LONG, Way()))
 
-        stream = place.loop.astream(prepare)
+        stream = AsyncStream(prepare)
         begun = asyncio.create_task(stream.begin())
         await asyncio.sleep(0)
         stream.cancel()

@@ -248,12 +248,14 @@ class Answer:
         """Wait for a piece, more than `num_prefilled` computed tokens of the prompt, or the end. For a thread."""
         self._waiters.wait(partial(self._is_due, num_prefilled))
 
-    async def wait_as_task(self) -> None:
-        """Return when there is a piece, or when no more pieces will arrive."""
-        await self._waiters.wait_as_task(self._is_due)
+    async def take_as_task(self, most: int | None = None) -> list[Piece]:
+        """Wait for a piece, and return up to `most` unread ones: an empty list at the end. Raises as `take`."""
+        while (pieces := self.take(most)) is None:
+            await self._waiters.wait_as_task(self._is_due)
+        return pieces
 
-    async def wait_for_whole(self) -> None:
-        """Wait until the answer has ended. From now on it does not pause. For a task."""
+    async def result_as_task(self) -> GenerationResult:
+        """Wait until the answer has ended, and return it as `result`. From now on it does not pause."""
         self.poll_cancel()
         if not self.only_end and not self.is_dropped:
             self.only_end, self.is_paused = True, False
@@ -261,6 +263,7 @@ class Answer:
         await self._waiters.wait_as_task(lambda: self.has_ended or self.is_dropped)
         self.poll_cancel()
         await self._waiters.wait_as_task(lambda: self.has_ended)
+        return self.result()
 
     def result(self) -> GenerationResult:
         """Return the finished answer, with `only_end` all of it. Raises EngineFailedError if that ended it."""

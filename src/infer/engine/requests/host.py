@@ -20,9 +20,11 @@ from infer.compute.kvcache.prefix_store import open_store
 from infer.compute.operands.identity import identity_of
 from infer.engine.engine import Engine
 from infer.engine.prefixes.prefix_disk import PrefixDisk, prefix_fingerprint
-from infer.engine.requests.answer import once
+from infer.engine.requests.answer import Answer, once
+from infer.engine.requests.ask import Ask
 from infer.engine.requests.loop import Loop
 from infer.engine.requests.request_maker import RequestMaker
+from infer.engine.requests.stream import AsyncStream
 from infer.engine.requests.text_heads import ModelFacts, TextHeads, make_text_heads
 from infer.engine.runner.hidden_states import HiddenStates, TextEncoder
 from infer.engine.runner.runner import Runner, plan_rows
@@ -186,6 +188,20 @@ class Host:
         """Set `Engine.limit` before the next step. Does not wait."""
         if self.engine_if_any is not None:
             self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
+
+    async def answers(self, ask: Ask) -> list[Answer]:
+        """Return the answers to an ask of one prompt, which is read on a thread. None of them has begun."""
+        sequences = await self.loop.prepare(partial(self.requests.sequences, ask), is_constrained=ask.is_constrained)
+        return [self.loop.answer(sequence) for sequence in sequences]
+
+    def astream(self, ask: Ask) -> AsyncStream:
+        """Return a stream of the answer to an ask, whose prompt is read when the stream is."""
+
+        async def prepare() -> Answer:
+            (answer,) = await self.answers(ask)
+            return answer
+
+        return AsyncStream(prepare)
 
     def change(self, lease: Lease, change: Callable[[int], _Result]) -> _Result:
         """Return `Engine.change(lease, change)`, called on the loop's thread."""

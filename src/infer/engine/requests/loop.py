@@ -22,7 +22,7 @@ from infer.compute.ops import Backend
 from infer.engine.engine import Engine
 from infer.engine.requests.answer import Answer, Check, EngineCall, Relay, Waiters, Work, once
 from infer.engine.requests.engine_thread import EngineThread
-from infer.engine.requests.stream import AsyncStream, OnPrefill, Stream
+from infer.engine.requests.stream import OnPrefill, Stream
 from infer.engine.step.request_options import CALLBACK
 from infer.engine.step.sequence import Lease, Sequence
 from infer.errors import ClosedError, InferError, closed
@@ -198,15 +198,9 @@ class Loop:
         """Return `function(*arguments)`, called on the loop's thread between two steps."""
         return await self.call_as_task(once(function, *arguments))
 
-    def astream(self, prepare: Callable[[Check], Sequence] | Sequence, *, is_constrained: bool = False) -> AsyncStream:
-        """Return a stream of a sequence. A sequence may also be prepared on a thread when the stream is first read."""
-        if isinstance(prepare, Sequence):
-            return AsyncStream(Answer(self, prepare, Waiters(self.relay())))
-
-        async def prepared() -> Answer:
-            return Answer(self, await self.prepare(prepare, is_constrained=is_constrained), Waiters(self.relay()))
-
-        return AsyncStream(prepared)
+    def answer(self, sequence: Sequence) -> Answer:
+        """Return an answer that tasks of the running event loop read."""
+        return Answer(self, sequence, Waiters(self.relay()))
 
     # Its end
 

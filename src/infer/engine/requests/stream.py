@@ -294,9 +294,7 @@ class AsyncStream(AsyncIterator[Piece]):
             ' Paris.'
         """
         with self._reading():
-            answer = await self._begun(only_end=True)
-            await answer.wait_for_whole()
-            return answer.result()
+            return await (await self._begun(only_end=True)).result_as_task()
 
     def _take_up(self, answer: Answer) -> None:
         self._answer = answer
@@ -331,7 +329,4 @@ class AsyncStream(AsyncIterator[Piece]):
 
     async def _take(self, most: int | None) -> list[Piece]:
         with self._reading():
-            answer = await self._begun()
-            while (pieces := answer.take(most)) is None:
-                await answer.wait_as_task()
-            return pieces
+            return await (await self._begun()).take_as_task(most)

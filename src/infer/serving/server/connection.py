@@ -104,8 +104,7 @@ class Call:
     phase: str = "received"  # what is done for it now
     left_in: str = ""  # the phase in which the client disconnected
     warnings: list[str] = field(default_factory=list)  # about the request's body; the answer contains them
-    streams: list[Any] = field(default_factory=list)  # `requests.stream.AsyncStream` of each answer in the queue
-    sequences: list[Any] = field(default_factory=list)  # their `step.sequence.Sequence`
+    answers: list[Any] = field(default_factory=list)  # `requests.answer.Answer`: those in the queue
     is_forwarded: bool = False  # sent on to the engine's process, which counts and logs it
     is_probe: bool = False  # sent by the process that clients talk to: neither counted nor logged
     is_noted: bool = False  # its stream has notes, with which another process can continue it
@@ -122,12 +121,11 @@ class Call:
     @cached_property
     def results(self) -> list[GenerationResult]:
         """The results of the answers, including cancelled ones. Read it only after the call has ended."""
-        return [sequence.result() for sequence in self.sequences]
+        return [answer.sequence.result() for answer in self.answers]
 
-    def add(self, stream: Any) -> None:
+    def add(self, answer: Any) -> None:
         """Note one more answer, which is now in the queue."""
-        self.streams.append(stream)
-        self.sequences.append(stream.sequence)
+        self.answers.append(answer)
         self.phase = "answering"
         if self.entry is not None:
             self.entry.num_submitted += 1
@@ -149,14 +147,14 @@ class Call:
 
     def cancel(self) -> None:
         """Cancel all answers of the call."""
-        for stream in self.streams:
-            stream.cancel()
+        for answer in self.answers:
+            answer.cancel()
 
     def cancel_waiting(self) -> None:
         """Cancel the answers of the call that have not begun."""
-        for stream, sequence in zip(self.streams, self.sequences, strict=True):
-            if not (sequence.has_slot or sequence.pieces):
-                stream.cancel()
+        for answer in self.answers:
+            if not (answer.sequence.has_slot or answer.sequence.pieces):
+                answer.cancel()
 
 
 def call_of(connection: HTTPConnection) -> Call:

@@ -6,7 +6,7 @@ of a key, for a client that may disconnect. Every exception is answered in the p
 A stream consists of server-sent events or of lines of JSON, and this is the only writer of both. A failure after the
 headers ends a stream with an event that clients cannot mistake for a normal end. The causes are a failure of the model,
 a reader that reads nothing, and the server's shutdown. If a client disconnects, the iterator is closed. It must then
-release what it reads (an `AsyncStream` does).
+release what it reads (`Choices` does).
 """
 
 import asyncio

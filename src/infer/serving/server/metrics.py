@@ -170,11 +170,11 @@ class Metrics:
         self._requests.labels(call.route, str(call.status or 499)).inc()
         if call.status >= 400:
             self._refusals.labels(call.error_code or str(call.status)).inc()
-        if call.sequences:
+        if call.answers:
             self._latency.observe(now - call.received_at)
-            self._choices.observe(len(call.sequences))
-        for sequence, result in zip(call.sequences, call.results, strict=True):
-            self._count_answer(sequence, result, call.received_at, now)
+            self._choices.observe(len(call.answers))
+        for answer, result in zip(call.answers, call.results, strict=True):
+            self._count_answer(answer.sequence, result, call.received_at, now)
 
     def _count_answer(self, sequence: Any, result: GenerationResult, received_at: float, now: float) -> None:
         arrivals = sequence.timer.arrivals
@@ -281,7 +281,7 @@ def log_call(call: Call) -> None:
 
 
 def _answers(call: Call, results: Sequence[GenerationResult]) -> dict[str, Any]:
-    timers = [sequence.timer for sequence in call.sequences]
+    timers = [answer.sequence.timer for answer in call.answers]
     entry = {
         "gen_ai.operation.name": call.operation,
         "gen_ai.request.model": call.model,
@@ -293,7 +293,7 @@ def _answers(call: Call, results: Sequence[GenerationResult]) -> dict[str, Any]:
     if results[0].disk_tokens:
         entry["infer.usage.disk_read.input_tokens"] = results[0].disk_tokens
     if began := [timer.began for timer in timers if timer.began is not None]:
-        entry["infer.queue_seconds"] = round(min(began) - call.sequences[0].submitted_at, 6)
+        entry["infer.queue_seconds"] = round(min(began) - call.answers[0].sequence.submitted_at, 6)
     if arrivals := [timer.arrivals[0] for timer in timers if timer.arrivals]:
         entry["gen_ai.server.time_to_first_token"] = round(min(arrivals) - call.received_at, 6)
     return entry

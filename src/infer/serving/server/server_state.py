@@ -152,10 +152,10 @@ class ServerState:
 
     def learn(self, call: Call) -> None:
         """Learn the lengths of answers and the length of a wait from a request that has ended."""
-        for sequence in call.sequences:
-            self.door.lengths.learn(call.key_name, len(sequence.pieces))
-        if call.entry is not None and call.sequences and (arrivals := call.sequences[0].timer.arrivals):
-            waited = arrivals[0] - call.sequences[0].submitted_at
+        for answer in call.answers:
+            self.door.lengths.learn(call.key_name, len(answer.sequence.pieces))
+        if call.entry is not None and call.answers and (arrivals := call.answers[0].sequence.timer.arrivals):
+            waited = arrivals[0] - call.answers[0].sequence.submitted_at
             self.door.learn(call.entry.predicted, waited)
 
     def drain(self) -> None:

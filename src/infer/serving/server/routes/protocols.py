@@ -8,6 +8,7 @@ reads the prompt. The others begin after its first piece, and find the prompt in
 """
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,7 +16,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, final
 
-import infer
 from infer.engine.requests.ask import Ask
 from infer.outputs import GenerationResult, Piece
 from infer.request_limits import MAX_PRIORITY
@@ -46,29 +46,31 @@ from infer.serving.server.routes.tokens import count_prompt
 
 @final
 class Choices:
-    def __init__(
-        self, request: ApiRequest, groups: "Sequence[Sequence[infer.AsyncStream]]", *, is_answered: bool
-    ) -> None:
-        self._call, self._state, self._is_answered = request.call, request.server, is_answered
-        self._streams, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
-        self.firsts = [streams[0].sequence for streams in groups]  # of the first choice of each prompt
+    """The choices of a request: for each prompt a group of answers (`requests.answer.Answer`), which load torch."""
 
-    async def begin(self) -> None:
+    def __init__(self, request: ApiRequest, groups: Sequence[Sequence[Any]], *, is_answered: bool) -> None:
+        self._call, self._state, self._is_answered = request.call, request.server, is_answered
+        self._answers, self._size = list(chain.from_iterable(groups)), len(groups[0])  # choices, and those of a prompt
+        self.firsts = [answers[0].sequence for answers in groups]  # of the first choice of each prompt
+        self.cancel = weakref.finalize(self, _cancel, self._answers)  # called at the latest when nothing reads them
+        self.cancel.atexit = False
+
+    def begin(self) -> None:
         """Put the first choice of each prompt into the queue."""
-        for index in range(0, len(self._streams), self._size) if self._is_answered else ():
-            await self._begin(index)
+        for index in range(0, len(self._answers), self._size) if self._is_answered else ():
+            self._begin(index)
 
     def resume(self) -> None:
         """Give each choice the tokens of its answer that the client already has. May be called on any thread."""
-        for index, stream in enumerate(self._streams):
-            stream.sequence.resume(*given_to(index, self._call.sent))
+        for index, answer in enumerate(self._answers):
+            answer.sequence.resume(*given_to(index, self._call.sent))
 
     async def results(self) -> list[GenerationResult]:
         """Return the whole answers. Raises ApiError if one failed."""
         if not self._is_answered:
             return self._empty()
         try:
-            found = await asyncio.gather(*map(self._results_of, range(0, len(self._streams), self._size)))
+            found = await asyncio.gather(*map(self._results_of, range(0, len(self._answers), self._size)))
         except BaseException:
             self.cancel()
             raise
@@ -106,18 +108,18 @@ class Choices:
         """
         sent, size = self._call.sent, self._size
         for part in sent:
-            await self._begin(part.choice)
-            yield part.choice, [await anext(self._streams[part.choice]) for _ in part.token_ids]
-        if len(self._streams) == 1:  # it needs no tasks
+            answer = self._begin(part.choice)
+            yield part.choice, [piece for _ in part.token_ids for piece in await answer.take_as_task(1)]
+        if len(self._answers) == 1:  # it needs no tasks
             has_ended = bool(sent) and not sent[-1].token_ids
             while not has_ended:
-                pieces = await self._streams[0].take()
+                pieces = await self._answers[0].take_as_task()
                 yield self._noted(0, pieces)
                 has_ended = not pieces
             return
         has_given = {part.choice // size for part in sent}
         ended = {part.choice for part in sent if not part.token_ids}
-        open_ones = [index for index in range(len(self._streams)) if index not in ended]
+        open_ones = [index for index in range(len(self._answers)) if index not in ended]
         reading = {self._read(index): index for index in open_ones if index % size == 0 or index // size in has_given}
         try:
             while reading:
@@ -142,9 +144,9 @@ class Choices:
         return index, pieces
 
     async def _end(self, index: int) -> Delta:
-        stream = self._streams[index]
-        result = self._checked(await stream.result())
-        known = Delta.of(index, stream.sequence.pieces)
+        answer = self._answers[index]
+        result = self._checked(await answer.result_as_task())
+        known = Delta.of(index, answer.sequence.pieces)
         reasoning = (result.reasoning or "")[len(known.reasoning) :]
         return Delta(index, (), result.text[len(known.text) :], reasoning, (), result)
 
@@ -159,37 +161,39 @@ class Choices:
             raise ApiError(500, "the answer was cancelled")
         return result
 
-    def cancel(self) -> None:
-        """Cancel the choices that have not ended."""
-        for stream in self._streams:
-            stream.cancel()
-
     def _empty(self) -> list[GenerationResult]:
         """Return one empty result per choice, for a body whose prompts are only checked."""
-        results = [stream.sequence.result() for stream in self._streams]
+        results = [answer.sequence.result() for answer in self._answers]
         return [replace(each, finish_reason="length", stop_reason="max_tokens") for each in results]
 
-    async def _begin(self, index: int) -> None:
-        """Put a choice into the queue unless it has begun."""
-        if (stream := self._streams[index]) not in self._call.streams:
-            await stream.begin()
-            self._call.add(stream)
+    def _begin(self, index: int) -> Any:
+        """Return the answer of a choice. Put it into the queue unless it has begun."""
+        if (answer := self._answers[index]) not in self._call.answers:
+            answer.begin()
+            self._call.add(answer)
+        return answer
 
     async def _results_of(self, first: int) -> list[GenerationResult]:
         """Return the results of the prompt whose first choice has index `first`."""
         indices = range(first, first + self._size)
         if self._size > 1:
-            await self._streams[first].take()
+            await self._answers[first].take_as_task()
             for index in indices:
-                await self._begin(index)
-        return list(await asyncio.gather(*(self._streams[index].result() for index in indices)))
+                self._begin(index)
+        return list(await asyncio.gather(*(self._answers[index].result_as_task() for index in indices)))
 
     def _read(self, index: int) -> "asyncio.Task[list[Piece]]":
         return asyncio.create_task(self._take(index))
 
     async def _take(self, index: int) -> list[Piece]:
-        await self._begin(index)
-        return await self._streams[index].take()
+        pieces: list[Piece] = await self._begin(index).take_as_task()
+        return pieces
+
+
+def _cancel(answers: Sequence[Any]) -> None:
+    """Cancel the answers that have not ended."""
+    for answer in answers:
+        answer.cancel()
 
 
 async def accept(request: ApiRequest, asked: Ask) -> Choices:
@@ -204,17 +208,16 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
         options = replace(options, priority=MAX_PRIORITY)
 
     async def prepare() -> Choices:
-        groups = list[list[infer.AsyncStream]]()
+        groups = list[list[Any]]()
         for number, prompt in enumerate(asked.prompts):
             with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
-                groups.append(await llm.choices(prompt, asked.params, options=options, **(asked.variables or {})))
+                groups.append(await llm.host.answers(replace(asked, prompts=[prompt], options=options)))
         choices = Choices(request, groups, is_answered=asked.is_answered)
-        for warning in chain.from_iterable(sequence.request.warnings for sequence in choices.firsts):
-            if warning not in call.warnings:
-                call.warnings.append(warning)
+        warnings = chain.from_iterable(sequence.request.warnings for sequence in choices.firsts)
+        call.warnings[:] = dict.fromkeys((*call.warnings, *warnings))
         if call.sent:
             await llm.host.loop.prepare(lambda check: choices.resume())
-        await choices.begin()
+        choices.begin()
         return choices
 
     return await while_connected(request, prepare())

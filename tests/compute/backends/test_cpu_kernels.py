@@ -518,6 +518,33 @@ def test_labels_name_the_layer_and_the_op(tiny: Tiny) -> None:
     assert labels[-1].startswith("head.matmul")
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+# The heads of 20 share blocks of quantised activations.
+@pytest.mark.parametrize(
+    ("shape", "context", "num_barriers"),
+    [((6, 2, 32), 255, 6), ((6, 2, 32), 256, 7), ((24, 8, 32), 256, 6), ((6, 2, 20), 10, 7)],
+)
+def test_a_layer_meets_before_its_merge_only_if_threads_divide_chunks(
+    shape: tuple[int, int, int], context: int, num_barriers: int, kv_type: str
+) -> None:
+    heads, hidden = make_heads(*shape, rotated=0), 64
+    layer, norm = make_layer(heads, 1, 300, kv_type), Norm(torch.ones(hidden), 1e-5)
+    attended = shape[0] * shape[2]
+    qkv, output, gate_up, down = (
+        cpu.prepare(Projection((make_weight("Q8_0", *sizes),)), CPU)
+        for sizes in (((shape[0] + 2 * shape[1]) * shape[2], hidden), (hidden, attended), (256, hidden), (hidden, 128))
+    )
+
+    def forward(step: Step) -> Tensor:
+        x = torch.ones(1, hidden)
+        x = cpu.project_add(x, cpu.attend(cpu.norm_project(x, norm, qkv), heads, layer, step), output, None)
+        return cpu.project_add(x, cpu.norm_gate(x, norm, gate_up, "silu"), down, None)
+
+    captured = CapturedForward(forward, capacity=1, max_logits=1)
+    captured.run(Step.of([1], context), num_threads=2)
+    assert captured._recording.state["released"][0] == num_barriers
+
+
 def test_an_offer_to_quantise_is_redeemed_in_one_form() -> None:
     x, norm = torch.randn(4, 64), Norm(torch.ones(64), 1e-5)
     halves = cpu.prepare(Projection((make_weight("Q8_0", 128, 64),)), CPU)

@@ -54,7 +54,7 @@ from infer.compute.backends.cpu.records import (
     attend_scratch_bytes,
 )
 from infer.compute.backends.cpu.sampling.launch import choose_tokens as choose_tokens
-from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, NO_BARRIER, Arguments
+from infer.compute.backends.cpu.threads.dispatch_table import BARRIER, BARRIER_IF_MERGED, NO_BARRIER, Arguments
 from infer.compute.backends.cpu.weights.packed_weight import PackedWeight
 from infer.compute.backends.cpu.weights.prepare_weights import prepare as prepare
 from infer.compute.backends.reference_attention import attention_weights as attention_weights
@@ -284,12 +284,12 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
             first_head=first // heads.head_dim,
         )
         run.append("rotate", arguments, BARRIER, ".attention.rotation:make_rotate", kv_type)
-        if kv_type == "f32":
-            run.append("few", arguments, BARRIER, ".attention.attention:make_attend_few", kv_type)
-        else:
+        has_many = kv_type != "f32"
+        few_barrier = NO_BARRIER if has_many else BARRIER_IF_MERGED
+        run.append("few", arguments, few_barrier, ".attention.attention:make_attend_few", kv_type)
+        if has_many:
             arguments.set(fewest_for_many=FEWEST_FOR_MANY)
-            run.append("few", arguments, NO_BARRIER, ".attention.attention:make_attend_few", kv_type)
-            run.append("many", arguments, BARRIER, ".attention.attention:make_attend_many", kv_type)
+            run.append("many", arguments, BARRIER_IF_MERGED, ".attention.attention:make_attend_many", kv_type)
         run.append("merge", arguments, BARRIER, ".attention.attention:finish")
         offer = run.offer("attended", arguments, heads.shares) if is_in_blocks(features, heads.shares) else None
         return Activations(run.gathered(out, heads.shares), offer)

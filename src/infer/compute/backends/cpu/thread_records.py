@@ -15,9 +15,9 @@ from infer.compute.backends.cpu.records import WORD, pointer
 
 MAX_THREADS = 256
 
-# After a command: no barrier, one, one if there are several tokens, or one whose wait is for a file, so that it says
-# nothing about the machine's cores.
-NO_BARRIER, BARRIER, BARRIER_IF_MANY, READ_BARRIER = 0, 1, 2, 3
+# After a command: no barrier, one, one if there are several tokens, one whose wait is for a file, so that it says
+# nothing about the machine's cores, or one if the threads have set `needs_merge`.
+NO_BARRIER, BARRIER, BARRIER_IF_MANY, READ_BARRIER, BARRIER_IF_MERGED = 0, 1, 2, 3, 4
 
 ROW = np.dtype([("function", np.int64), ("arguments", np.int64), ("barrier", np.int64)])
 
@@ -78,7 +78,8 @@ THREAD = np.dtype(
         ("round", np.int64),
         ("num_empty", np.int64),  # shares that it has found empty in this round, its own first
         ("num_short", np.int64),  # waits that are to spin only shortly: `barrier`
-        ("padding", np.int64, LINE_WORDS - 4),
+        ("needs_merge", np.int64),  # 1: the next command reads results of several threads; all set it alike
+        ("padding", np.int64, LINE_WORDS - 5),
     ]
 )
 

@@ -38,6 +38,7 @@ from infer.compute.backends.cpu.attention.partition import (
 )
 from infer.compute.backends.cpu.attention.rotation import make_store_queries
 from infer.compute.backends.cpu.attention.tiles import REGION
+from infer.compute.backends.cpu.compile.record_types import nth_record
 from infer.compute.backends.cpu.layouts import BLOCK, LANES
 from infer.compute.backends.cpu.records import BUNDLE, CHUNK, MAX_HEAD_DIM, MOST_COLUMNS, SCORE_BYTES
 from infer.compute.backends.cpu.simd import load_f32
@@ -95,7 +96,7 @@ class _Span(NamedTuple):
 def make_attend_few(kv_type: str) -> Callable[..., None]:
     """Return the command for steps whose chunks are divided among threads, and for runs of few queries in other steps.
 
-    If chunks are divided, it stores their partials for `finish` to merge.
+    If chunks are divided, it stores their partials for `finish` to merge. It sets `needs_merge` of its thread.
     """
     attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
@@ -115,6 +116,7 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
     def attend_few(args, state, thread, num_threads):
         by_chunks = is_split(args, state, num_threads)
+        nth_record(state.threads, thread).needs_merge = by_chunks or _heads_of_item(args) > 1
         total = weight_of_chunks(args, state) if by_chunks else weight_of_queries(args, state, False)
         begin_units(state, thread)
         share = take_share(state, thread, num_threads, total, _LEAST_OF_FEW)
@@ -298,12 +300,18 @@ def _quantize_heads(args, tokens, token, head, count):
         quantize_block(load_f32(at), load_f32(at + 4 * LANES), args.form, to)
 
 
+@njit(inline="always")
+def _heads_of_item(args):
+    """Return the number of neighbouring heads whose blocks of 32 are their own."""
+    return 1 if args.dim % BLOCK == 0 else args.num_heads
+
+
 def finish(args, state, thread, num_threads):
     """Merge the partials of chunks that were divided among threads, and quantise heads that share blocks of 32."""
     tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
     merges = is_split(args, state, num_threads)
     result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads
-    per_item = 1 if dim % BLOCK == 0 else heads  # heads whose blocks of 32 are their own
+    per_item = _heads_of_item(args)
     items = tokens * (heads // per_item) if merges or per_item > 1 else 0
     for item in range(items * thread // num_threads, items * (thread + 1) // num_threads):
         token, first = item // (heads // per_item), item % (heads // per_item) * per_item

@@ -39,17 +39,19 @@ def nth_chunk(args, row, first_slot, number):
 def is_split(args, state, num_threads):
     """Return True if chunks, not queries, are divided among threads.
 
-    If a thread's share were less than a few queries, it would read most keys for little work.
+    If a thread's share were less than a few queries, it would read most keys for little work. A single chunk is never
+    divided, so its queries are.
     """
     if num_threads == 1 or state.num_tokens > SPLIT_TOKENS:
         return False
-    total, largest, token = 0, 0, 0
+    total, largest, most_chunks, token = 0, 0, 0, 0
     while token < state.num_tokens:
         row, run, slot = run_at(args, state, token, state.num_tokens)
         weight = num_seen(args, row, slot + run - 1)
         total, largest = total + weight * run * args.num_heads, max(largest, weight)
+        most_chunks = max(most_chunks, chunks_between(args, row, slot, slot + run - 1))
         token += run
-    return largest * _FEWEST_QUERIES * num_threads > total
+    return most_chunks > 1 and largest * _FEWEST_QUERIES * num_threads > total
 
 
 @njit

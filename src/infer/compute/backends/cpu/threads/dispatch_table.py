@@ -20,6 +20,7 @@ from torch import Tensor
 
 from infer.compute.backends.cpu.thread_records import BARRIER as BARRIER
 from infer.compute.backends.cpu.thread_records import BARRIER_IF_MANY as BARRIER_IF_MANY
+from infer.compute.backends.cpu.thread_records import BARRIER_IF_MERGED as BARRIER_IF_MERGED
 from infer.compute.backends.cpu.thread_records import NO_BARRIER as NO_BARRIER
 from infer.compute.backends.cpu.thread_records import READ_BARRIER as READ_BARRIER
 from infer.compute.backends.cpu.thread_records import TABLE, fields_of

@@ -7,6 +7,7 @@ from infer.compute.backends.cpu.compile.record_types import RecordAt, nth_record
 from infer.compute.backends.cpu.simd import I8, Value, address, address_of, operation
 from infer.compute.backends.cpu.thread_records import (
     BARRIER_IF_MANY,
+    BARRIER_IF_MERGED,
     LINE_WORDS,
     MAX_THREADS,
     NO_BARRIER,
@@ -41,8 +42,10 @@ def _wake_workers(job, end):
 
 
 @njit
-def _is_met(barrier, state):
+def _is_met(barrier, state, thread):
     """Return True if threads meet at this kind of barrier, in this step."""
+    if barrier == BARRIER_IF_MERGED:
+        return nth_record(state.threads, thread).needs_merge != 0
     return barrier != NO_BARRIER and (barrier != BARRIER_IF_MANY or max(state.num_tokens, state.num_logits) > 1)
 
 
@@ -68,7 +71,7 @@ def dispatch(args, state, thread, num_threads):
             reading = atomics.nanoseconds() if flag == READ_BARRIER and thread == 0 else 0
             for part in range(first, end):
                 atomics.call_command(row.function, row.arguments, address_of(state), part, num_threads)
-            if not is_alone and _is_met(flag, state):
+            if not is_alone and _is_met(flag, state, thread):
                 barrier += 1
                 if thread == 0 and _is_overdue(args, stalls, started):
                     atomics.atomic_store(state.dismissed, barrier)  # before its own arrival: all see it after it

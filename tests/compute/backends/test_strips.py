@@ -7,6 +7,7 @@ import torch
 from block_scales import FLOATS
 from extent import slow_except
 from infer.compute import ops
+from infer.compute.backends.cpu import isa
 from infer.compute.backends.cpu.isa import BY_NAME, usable_instruction_sets
 from infer.compute.backends.cpu.layouts import LAYOUTS, PLANES
 from infer.compute.backends.cpu.threads.pool import set_num_threads
@@ -60,12 +61,20 @@ def test_gate_and_up_have_the_bits_of_tokens_one_by_one() -> None:
         assert torch.equal(prompt[token], ops.norm_gate(x[token : token + 1], norm, both, "silu").floats[0])
 
 
-def test_types_that_are_read_without_much_work_are_not_unpacked_by_wide_tiles() -> None:
+@pytest.mark.parametrize("is_halved", [True, False])
+def test_types_that_are_read_without_much_work_are_not_unpacked_by_wide_tiles(
+    is_halved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "halves_vectors", lambda: is_halved)
+
     def unpacks(isa: str, type_: str, precision: str) -> bool:
         instructions, layout = BY_NAME[isa], LAYOUTS[type_]
         return instructions.unpacks_strips(layout, instructions.form(layout, PLANES[precision]))
 
-    assert not any(unpacks("avx512vnni", type_, "exact") for type_ in ("Q4_0", "Q4_K", "Q6_K", "Q8_0", *FLOATS))
+    packed = ("Q4_0", "Q4_K", "Q6_K", "Q8_0", "F32", "BF16")
+    assert not any(unpacks("avx512vnni", type_, "exact") for type_ in packed)
+    assert unpacks("avx512vnni", "F16", "exact") == is_halved
+    assert not unpacks("avx512bf16", "BF16", "fast")
     assert all(unpacks("avx512vnni", type_, "exact") for type_ in ("IQ1_S", "IQ2_XS", "IQ3_XXS", "F8_E4M3"))
     assert all(unpacks("avx2", type_, "exact") for type_ in ("Q4_0", "Q4_K", "Q6_K", "F16"))
     assert not any(unpacks("amx", type_, "exact") for type_ in ("Q4_K", "IQ2_XS"))

@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 
 from infer.compute.backends.cpu.host import kernel_cache
 from infer.compute.backends.cpu.layouts import LANES, PAIRS, PANEL, WORDS, Layout
-from infer.compute.backends.cpu.weight_streams import most_by_one_stream
+from infer.compute.backends.cpu.weight_streams import halves_vectors, most_by_one_stream
 from infer.errors import InvalidRequestError
 
 BF16_PAIRS = "bf16 pairs"
@@ -96,8 +96,10 @@ class InstructionSet:
         """Return True if a prompt's weights are unpacked once for many tiles: if each tile would spend long on it."""
         if self.may_use_matrices(layout):
             return False
-        widest = self._tiles_of(form)[0]
-        return _STEP_WEIGHT * layout.unpacking_steps >= widest.columns * max(1, form % WORDS)
+        widest, steps = self._tiles_of(form)[0], layout.unpacking_steps
+        if layout.type == "F16" and halves_vectors():
+            steps += 1
+        return _STEP_WEIGHT * steps >= widest.columns * max(1, form % WORDS)
 
     def _tiles_of(self, form: int) -> tuple[Shape, ...]:
         return self.words if form > WORDS else (self.floats, self.fast, self.exact, self.floats)[form]

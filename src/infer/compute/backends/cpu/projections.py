@@ -111,8 +111,9 @@ def matmul_arguments(
     per_unit = groups_per_unit(num_groups, run.num_threads, is_pair=second_weights != 0)
     arguments = Arguments(record, first_weights=weight.data, second_weights=second_weights, num_groups=num_groups)
     arguments.set(group_bytes=weight.group_bytes, groups_per_unit=per_unit, num_records=num_records)
-    fewest = 2 if instruction_set().unpacks_strips(layout, weight.form) else 1
-    arguments.set(tokens_per_block=max(fewest, _CACHED_ACTIVATIONS // weight.token_bytes // PANEL) * PANEL)
+    factor = 2 if instruction_set().unpacks_strips(layout, weight.form) else 1  # to unpack for twice the tokens
+    cached = factor * _CACHED_ACTIVATIONS // weight.token_bytes // PANEL
+    arguments.set(tokens_per_block=max(factor, cached) * PANEL)
     if instruction_set().may_use_matrices(layout) and run.capacity >= PANEL:
         num_bytes = per_unit * (2 if second_weights else 1) * num_records * layout.unpacked_bytes
         unpacked = run.tensor("unpacked weights", run.max_threads, num_bytes, dtype=torch.uint8)

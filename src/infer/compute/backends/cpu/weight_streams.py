@@ -29,6 +29,11 @@ def prefers_near() -> bool:
     return _core_name() in {f"znver{generation}" for generation in range(1, 5)}
 
 
+def halves_vectors() -> bool:
+    """Return True if cores with AVX-512 compute 512 bits in two halves, so that to widen F16 delays products: Zen 4."""
+    return prefers_near()
+
+
 def way_of_reading() -> str:
     """Return a name for what this file says of the cores: two streams, or one with a near or a far prefetch."""
     if not _core_name().startswith("znver"):

@@ -1,12 +1,15 @@
 """Weights unpacked once for many tokens: a strip of two groups' records at a time, which stays in the first cache.
 
-The tiles of all panels are multiplied with a strip before the next strip is unpacked. A tile continues the chains of
-its sums, which are stored between strips. So a row's sum is one chain over its records, as without strips.
+The tiles of all panels are multiplied with a strip before the next strip is unpacked. A tile continues a chain of its
+sums, which is stored between strips. So a row's sum is one chain over its records, as without strips. Floats have two
+chains, of even and of odd inputs: a tile continues one of them, so it has twice the tokens.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
+from llvmlite import ir
 from llvmlite.ir import IRBuilder as Builder
 from numba import njit, types
 from numba.core import cgutils
@@ -66,14 +69,16 @@ def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_b
 def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
     """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for a full panel."""
     record_bytes, group_bytes = activation_bytes(form), _num_records(layout) * layout.unpacked_bytes
-    shapes = list(_cover(shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL))
+    shapes = [shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL]
+    cover = list(_cover(_of_one_chain(shape, num_chains(layout)) for shape in shapes))
 
     @operation(types.void, *(address,) * 5, types.boolean, types.boolean)
     def multiply_panel(
         b: Builder, strip: Value, activations: Value, num_records: Value, out: Value, second_chain: Value,
         is_first: Value, is_last: Value,
     ) -> None:  # fmt: skip
-        for shape, first, count in shapes:
+        chains = (out, second_chain)[: num_chains(layout)]
+        for (parity, where), (shape, first, count) in product(enumerate(chains), cover):
             turns = constant(I64, _GROUPS // shape.groups)
             with cgutils.for_range(b, turns) as turn, cgutils.for_range(b, constant(I64, count)) as loop:
                 token = simd.offset(b, simd.multiply(b, loop.index, shape.columns), first)
@@ -85,16 +90,21 @@ def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
                     num_records,
                 )
                 to = place_of(b, turn.index, token)
-                places = [b.add(where, to) for where in (out, second_chain)[: num_chains(layout)]]
-                sums = [_continued(b, where, shape, is_first) for where in places]
-                emit_unpacked_tile(b, layout, form, isa, operands, sums)
-                for where, chain in zip(places, sums, strict=True):
-                    store_sums(b, [[b.load(slot) for slot in slots] for slots in chain], where)
-                if len(sums) > 1:
+                chain = _continued(b, b.add(where, to), shape, is_first)
+                emit_unpacked_tile(b, layout, form, isa, operands, chain, parity)
+                store_sums(b, total_of(b, [chain]), b.add(where, to))
+                if parity:
                     with b.if_then(is_last):
-                        store_sums(b, total_of(b, sums), places[0])
+                        before = _continued(b, b.add(out, to), shape, ir.Constant(ir.IntType(1), 0))
+                        store_sums(b, total_of(b, [before, chain]), b.add(out, to))
 
     return multiply_panel
+
+
+def _of_one_chain(shape: Shape, num_chains: int) -> Shape:
+    """Return the shape of a tile with one chain of sums, in the registers of `num_chains`."""
+    columns = shape.columns * num_chains
+    return shape._replace(columns=columns, fewest=columns - (columns > 2))
 
 
 def _cover(shapes: Iterable[Shape]) -> Iterator[tuple[Shape, int, int]]:

@@ -100,18 +100,18 @@ def emit_block_tile(
 
 
 def emit_unpacked_tile(
-    b: Builder, layout: Layout, form: int, isa: InstructionSet, operands: Operands, sums: list[Chain]
+    b: Builder, layout: Layout, form: int, isa: InstructionSet, operands: Operands, chain: Chain, parity: int
 ) -> None:
-    """Emit a tile of unpacked weights, which continues the chains of its sums.
+    """Emit a tile of unpacked weights, which continues a chain of its sums.
 
-    The weights are records as `unpacking` writes them, aligned to 64 bytes. `sums` are variables: one chain for a block
-    type, chains of even and of odd inputs for floats.
+    The weights are records as `unpacking` writes them, aligned to 64 bytes. The chain has variables. For floats it is
+    that of even (0) or of odd inputs (1), by `parity`.
     """
     if layout.is_float:
-        _emit_float_records(b, LAYOUTS["F32"], operands, sums)
+        _emit_float_records(b, LAYOUTS["F32"], operands, {parity: chain})
         return
     weights, activations, stride, num_records = operands
-    records, arithmetic, (chain,) = UnpackedRecords(b, layout), arithmetic_of(isa), sums
+    records, arithmetic = UnpackedRecords(b, layout), arithmetic_of(isa)
     with cgutils.for_range(b, num_records) as loop:
         at = b.add(activations, b.mul(loop.index, stride))
         inputs = ActivationRecord(b, layout, form, range(len(chain[0])), at)
@@ -165,7 +165,7 @@ def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands
     multiplied with activations, so the sums are those of a matrix of such products in F32.
     """
     sums = [zeros(b, columns, operands) for _ in range(num_chains(layout))]
-    _emit_float_records(b, layout, operands, sums)
+    _emit_float_records(b, layout, operands, dict(enumerate(sums)))
     return total_of(b, sums)
 
 
@@ -177,16 +177,18 @@ def total_of(b: Builder, sums: list[Chain]) -> list[list[Value]]:
     ]
 
 
-def _emit_float_records(b: Builder, layout: Layout, operands: Operands, sums: list[Chain]) -> None:
-    """Emit the loop over a tile's records, which continues the chains of even and of odd inputs."""
+def _emit_float_records(b: Builder, layout: Layout, operands: Operands, chains: dict[int, Chain]) -> None:
+    """Emit the loop over a tile's records, which continues the chains of even (0) and of odd inputs (1), or of some."""
     weights, activations, stride, num_records = operands
     per_super, part_bytes = layout.records_per_super, layout.record_bytes // _PARTS
 
     def add_inputs(places: list[Value], inputs: Value, scales: list[Value]) -> None:
         numbers = zip(*[floats_of(b, layout, place, _INPUTS) for place in places], strict=True)
         for i, values in enumerate(numbers):
+            chain = chains.get(i % num_chains(layout), [])
+            if not chain:
+                continue
             scaled = [b.fmul(*pair) for pair in zip(values, scales, strict=True)] if scales else values
-            chain = sums[i % len(sums)]
             for column in range(len(chain[0])):
                 x = simd.splat(b, load(b, simd.offset(b, inputs, 4 * (BLOCK * column + i)), F32, 4))
                 for weight, of_group in zip(scaled, chain, strict=True):

@@ -12,7 +12,7 @@ from infer.errors import ModelFormatError, UnsupportedModelError
 from infer.files.gguf.forms import FOLDERS, GGUFForm, form_of
 from infer.files.gguf.gguf import GGUFFile
 from infer.files.gguf.gguf_values import GGUFValues, rotated_share, shortest
-from infer.files.gguf.keys import ENCODER_KEYS, SCALING_KEYS, Key
+from infer.files.gguf.keys import DRAFTING_LAYERS, ENCODER_KEYS, SCALING_KEYS, Key
 from infer.files.tensors.tensor_names import names_from_gguf
 from infer.system.json_limits import inside, read_json_file
 
@@ -76,7 +76,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if form.is_encoder:
         return _encoder(values, form)
     # Layers after the network's own draft tokens.
-    num_drafting, has_experts = values.count("nextn_predict_layers", 0, least=0), bool(values.get("expert_count", 0))
+    num_drafting, has_experts = values.count(DRAFTING_LAYERS, 0, least=0), bool(values.get("expert_count", 0))
     num_layers = max(1, values.count("block_count", most=len(file.tensors)) - num_drafting)
     config = _sizes(values, form)
     config |= {"model_type": form.model_type, "num_hidden_layers": num_layers}

@@ -9,6 +9,7 @@ from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import Attention
 from infer.errors import InvalidRequestError
 from infer.files import Checkpoint, open_checkpoint
+from infer.files.tensors.tensor_info import TensorInfo
 from infer.model_settings import ModelSettings
 from infer.models.families import make_architecture
 from infer.models.memory.memory_budget import MemoryBudget
@@ -74,16 +75,25 @@ def _plan_head(settings: ModelSettings, own: Checkpoint, num_tokens: int) -> Dra
     """Return the plan of the model's own head. None if it has none, or if the device or the settings exclude it."""
     if not (own.drafting and settings.draft_head and settings.device == "cpu" and settings.tensor_parallel == 1):
         return None
-    network = make_architecture(own.config)
+    if (head := head_of(own, make_architecture(own.config))) is None:
+        return None
+    architecture, tensors = head
+    return _plan(settings, replace(own, tensors=tensors, drafting={}), architecture, num_tokens, is_head=True)
+
+
+def head_of(own: Checkpoint, network: Architecture) -> tuple[Architecture, dict[str, TensorInfo]] | None:
+    """Return the network and the tensors of a model's own head that drafts, or None if the model has none.
+
+    A head is the network's last layer with attention. Its embedding and its projection to logits are the model's.
+    """
     layers = tuple(each for each in network.layers if isinstance(each.mixer, Attention) and each.mixer.has_keys)
-    if not layers or network.text_inputs is not None or network.per_layer_input is not None:
+    if not (own.drafting and layers) or network.text_inputs is not None or network.per_layer_input is not None:
         return None
     architecture, tensors = replace(network, layers=layers[-1:], has_state_input=True), {**own.tensors, **own.drafting}
     shapes = expected_shapes(architecture)
     if any(name not in tensors or tensors[name].shape != shape for name, shape in shapes.items()):
         return None
-    head = replace(own, tensors={name: tensors[name] for name in shapes}, drafting={})
-    return _plan(settings, head, architecture, num_tokens, is_head=True)
+    return architecture, {name: tensors[name] for name in shapes}
 
 
 def plan_draft_bytes(settings: ModelSettings, own: Checkpoint, num_tokens: int, load: LoadSettings) -> int:

@@ -19,14 +19,19 @@ from embedding_model import write_dense, write_modules
 from encoder_models import BY_NAME as ENCODERS
 from encoder_models import make_encoder
 from encoder_tokenizers import SENTENCES, make_bert_folder, make_xlmr_folder
+from head_models import make_headed
 from infer import LLM
+from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.weights import StoredWeight
 from infer.compute.quantization.ggml_types import BLOCK_TYPES
 from infer.errors import UnsupportedModelError
-from infer.files import open_checkpoint
+from infer.files import Checkpoint, open_checkpoint
 from infer.files.gguf.gguf_writer import TensorPlan, write_gguf
+from infer.files.gguf.keys import DRAFTING_LAYERS
 from infer.files.gguf.quantised_file import QuantisableModel, SourceTensor
 from infer.files.tensors.lazy_weights import LazyWeights, as_float32
+from infer.models.draft_plan import head_of
+from infer.models.families import make_architecture
 from infer.models.gguf_export.plan import export_plan, network_plan
 from infer.models.gguf_export.tokenizer_values import _SPLIT_TEXTS, _all_triples, tokenizer_values
 from infer.text.tokenizer import Tokenizer as OurTokenizer
@@ -34,7 +39,7 @@ from infer.text.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quantised_folders import by_name, write_quantised
 from refusals import check_refused, refusal
 from reranker_model import make_logit_score, make_reranker_model
-from tiny import BY_NAME, make_tiny
+from tiny import BY_NAME, change_tensors, make_tiny
 
 
 def write(plan: QuantisableModel, path: Path, rows: int = 7) -> Path:
@@ -89,6 +94,43 @@ def test_a_written_file_answers_as_the_folder_to_the_bit(tmp_path: Path, name: s
         answers = [llm.generate("né 12", max_tokens=6, seed=3, logprobs=2) for llm in (folder, file)]
         assert (answers[0].token_ids, answers[0].logprobs) == (answers[1].token_ids, answers[1].logprobs)
         assert folder.tokenizer.chat_templates == file.tokenizer.chat_templates == ("{{ messages[0].content }}",)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe"])
+def test_a_head_that_drafts_is_exported_with_its_model(tmp_path: Path, name: str) -> None:
+    """Under llama.cpp's names, as a layer after the others. The file's head and network are those of the folder."""
+    make_headed(BY_NAME[name], tmp_path)
+    source = open_checkpoint(tmp_path)
+    plan = network_plan(source)
+    again = open_checkpoint(write(plan, tmp_path / "model.gguf"))
+    number, architecture = source.config["num_hidden_layers"], plan.values["general.architecture"].value
+    assert plan.values[f"{architecture}.block_count"].value == number + 1
+    assert plan.values[f"{architecture}.nextn_predict_layers"].value == 1
+    names = {f"blk.{number}.nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")}
+    assert names == {each.name for each in plan.tensors if ".nextn." in each.name}
+    (own, tensors), (read, in_file) = (_head_of(each) for each in (source, again))
+    assert again.config["num_hidden_layers"] == number
+    assert (own.layers[0].mixer, own.layers[0].feed_forward) == (read.layers[0].mixer, read.layers[0].feed_forward)
+    assert tensors.keys() == in_file.keys()
+    for each in source.drafting.keys() & tensors.keys():
+        assert torch.equal(tensors[each].data.float(), in_file[each].data.float()), each
+
+
+def _head_of(checkpoint: Checkpoint) -> tuple[Architecture, LazyWeights]:
+    head = head_of(checkpoint, make_architecture(checkpoint.config))
+    assert head is not None
+    return head[0], LazyWeights(head[1])
+
+
+def test_a_drafting_layer_that_gguf_cannot_have_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    for name, lacking in (("qwen3", "files of qwen3 have no such layer"), ("qwen3_5", "infer does not know its form")):
+        make_headed(BY_NAME[name], tmp_path)
+        if name == "qwen3_5":
+            change_tensors(tmp_path, lambda tensors: tensors.pop("mtp.fc.weight"))
+        with pytest.warns(UserWarning, match=f"the layer that drafts tokens is left out, because {lacking}"):
+            plan = network_plan(open_checkpoint(tmp_path))
+        assert not any(".nextn." in each.name for each in plan.tensors)
+        assert not any(key.endswith(DRAFTING_LAYERS) for key in plan.values)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from infer.files.gguf.gguf_values import (
     short_convolutions,
     types_of_texts,
 )
-from infer.files.gguf.keys import ENCODER_KEYS, EPS, KEYS, RMS_EPS, Key
+from infer.files.gguf.keys import DRAFTING_LAYERS, ENCODER_KEYS, EPS, KEYS, RMS_EPS, Key
 from infer.files.tensors.fused_tensors import PLAIN, StackOrder
 
 
@@ -117,7 +117,7 @@ _LFM2 = GGUFForm(
 )
 _QWEN3_NEXT = GGUFForm(
     "qwen3_next",
-    keys=_DELTA_NETS,
+    keys=(DRAFTING_LAYERS, *_DELTA_NETS),
     fixed={"linear_value_heads_are_tiled": False} | _NORMALIZED,
     derived=delta_nets,
     has_gates_in_q=True,
@@ -129,7 +129,7 @@ _QWEN35 = replace(
     _QWEN3_NEXT,
     model_type="qwen3_5_text",
     model_types=("qwen3_5",),
-    keys=(*_DELTA_NETS, "rope.dimension_sections"),
+    keys=(*_QWEN3_NEXT.keys, "rope.dimension_sections"),
     fixed={"linear_value_heads_are_tiled": True},
     fused=(),
 )
@@ -236,7 +236,7 @@ FORMS |= {
     "glm4moe": GGUFForm(
         "glm4_moe",
         ("solar_open",),
-        keys=("expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
+        keys=(DRAFTING_LAYERS, "expert_count", "expert_shared_count", "expert_group_count", *_SIGMOID_KEYS),
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         names=_AFTER_ATTENTION,
     ),

@@ -39,8 +39,10 @@ _SIZE_KEYS = (
     Key("embedding_length", "hidden_size", "count"),
     Key("vocab_size", "vocab_size"),
 )
+DRAFTING_LAYERS = "nextn_predict_layers"  # they follow the others, and `block_count` includes them
 KEYS = (  # in the order of a file
     *_SIZE_KEYS,
+    Key(DRAFTING_LAYERS, "num_nextn_predict_layers", needs="form"),
     Key(RMS_EPS, "rms_norm_eps", "real"),
     Key("attention.head_count", "num_attention_heads"),
     Key("attention.head_count_kv", "num_key_value_heads"),

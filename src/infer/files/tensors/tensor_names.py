@@ -336,7 +336,9 @@ _MOST_LAYERS = 64
 _LAYER = re.compile(r"(?:((model|language_model)\.)*layers|blk)\.([0-9]+)\.(.+)")
 _MTP = re.compile(r"(?:model\.)?mtp\.(layers\.0\.|fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)(.+)")
 _OF_MTP = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
-_AT, _NORM = "model.layers.0.", "shared_head.norm.weight"
+_AT = "model.layers.0."
+DRAFTING_NORM = f"{_AT}shared_head.norm.weight"  # the last norm of a layer that drafts, in files
+LAST_NORM = "model.norm.weight"  # its name here
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -365,7 +367,7 @@ def drafting_tensors(
         named = read(layer)
     except ModelError:
         return {}
-    return {"model.norm.weight" if name == _AT + _NORM else name: info for name, info in named.items()}
+    return {LAST_NORM if name == DRAFTING_NORM else name: info for name, info in named.items()}
 
 
 def _drafting_layers(config: Mapping[str, Any]) -> range:

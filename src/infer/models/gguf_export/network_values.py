@@ -27,18 +27,22 @@ _MROPE_SECTIONS = [11, 11, 10, 0]  # usual sections, which llama.cpp requires of
 Factors = dict[str, tuple[float, ...]]  # of ropes, by the names of their tensors
 
 
-def network_values(form: GGUFForm, config: Config, architecture: Architecture) -> tuple[dict[str, Value], Factors]:
+def network_values(
+    form: GGUFForm, config: Config, architecture: Architecture, num_drafting: int = 0
+) -> tuple[dict[str, Value], Factors]:
     """Return the keys of a network, and its tensors of ropes' factors.
 
     Args:
         form: The form of the architecture's files.
         config: The config.
         architecture: The network of this config.
+        num_drafting: Number of layers after the network's own that only draft tokens.
     """
     config = as_read(config, family_of(config))
     settings = {
         **config,
-        "num_hidden_layers": len(architecture.layers),
+        "num_hidden_layers": len(architecture.layers) + num_drafting,
+        "num_nextn_predict_layers": num_drafting or None,
         "max_position_embeddings": architecture.own_length,
         "layer_norm_eps": architecture.norm_eps,
         "is_causal": False if architecture.reads_whole_texts else None,
@@ -46,7 +50,8 @@ def network_values(form: GGUFForm, config: Config, architecture: Architecture) -
         **_windows(form, config, architecture),
         **_sizes(form, config, architecture),
         "linear_value_features": config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0),
-        "recurrent_layers": [isinstance(layer.mixer, GatedDeltaNet) for layer in architecture.layers],
+        "recurrent_layers": [isinstance(each.mixer, GatedDeltaNet) for each in architecture.layers]
+        + [False] * num_drafting,
         "full_attention_interval": config.get("full_attention_interval", 4),
         **_ropes(architecture),
     }

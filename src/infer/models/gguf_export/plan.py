@@ -24,6 +24,7 @@ from infer.files.generation_config import sampling_defaults
 from infer.files.gguf.forms import architecture_in_gguf, form_of
 from infer.files.gguf.gguf import GGUFFile, TypedValue
 from infer.files.gguf.gguf_writer import Value, typed
+from infer.files.gguf.keys import DRAFTING_LAYERS
 from infer.files.gguf.quantised_file import QuantisableModel, SourceTensor
 from infer.files.heads.classifier_files import ClassifierFiles, classifier_from_gguf
 from infer.files.heads.pooling import POOLING_BY_NUMBER, EmbeddingFiles, HeadFiles, LayerFiles
@@ -31,6 +32,8 @@ from infer.files.heads.reranker_files import RANK, RERANK_PROMPT, RerankerFiles
 from infer.files.heads.sentence_modules import ARE_POOLED_KEY, DEFAULT_KEY, NAMES_KEY, TEXTS_KEY
 from infer.files.tensors.lazy_weights import LazyWeights
 from infer.files.tensors.tensor_info import TensorInfo
+from infer.files.tensors.tensor_names import DRAFTING_NORM, LAST_NORM
+from infer.models.draft_plan import head_of
 from infer.models.families import make_architecture
 from infer.models.gguf_export.network_values import network_values
 from infer.models.gguf_export.tensors import as_floats, export_tensors, reordered, rows_of, source_tensor
@@ -173,8 +176,9 @@ def network_plan(checkpoint: Checkpoint) -> QuantisableModel:
     if name is None:
         raise UnsupportedModelError(f"{path.name}: GGUF has no architecture for model_type {config['model_type']!r}")
     check_tensors(architecture, checkpoint.tensors)
-    own, factors = network_values(form_of(name), config, architecture)
-    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), factors)
+    drafting = _drafting_layer(checkpoint, architecture, name)
+    own, factors = network_values(form_of(name), config, architecture, 1 if drafting else 0)
+    tensors = export_tensors(path, name, architecture, LazyWeights(checkpoint.tensors), factors) + drafting
     arrays = form_of(name).arrays
     own |= {key: [float(each.read(0, 1)) for each in tensors if each.name.endswith(f".{key}")] for key in arrays}
     tensors = [each for each in tensors if not each.name.endswith(arrays)]
@@ -193,6 +197,26 @@ def network_plan(checkpoint: Checkpoint) -> QuantisableModel:
     planned = _PlannedFile(path, metadata, _headers(file, tensors), (file,), factors=factors)
     check_round_trip(architecture, planned)
     return QuantisableModel(values, tensors + head.tensors)
+
+
+def _drafting_layer(checkpoint: Checkpoint, network: Architecture, name: str) -> list[SourceTensor]:
+    """Return the tensors of the model's own head that drafts: a layer after the network's, as llama.cpp names it.
+
+    Warns if the model has such a layer and a file of this architecture cannot have it.
+    """
+    if not checkpoint.drafting:
+        return []
+    head, path = head_of(checkpoint, network), checkpoint.path
+    if head is None or DRAFTING_LAYERS not in form_of(name).keys:
+        lacking = "infer does not know its form" if head is None else f"files of {name} have no such layer"
+        warnings.warn(f"{path.name}: the layer that drafts tokens is left out, because {lacking}", stacklevel=4)
+        return []
+    architecture, tensors = head
+    named = {each: info for each, info in tensors.items() if each in checkpoint.drafting}
+    named[DRAFTING_NORM] = named.pop(LAST_NORM)
+    first, own = "blk.0.", f"blk.{len(network.layers)}."
+    layer = export_tensors(path, name, architecture, LazyWeights(named), {})
+    return [replace(each, name=each.name.replace(first, own, 1)) for each in layer]
 
 
 def _prompt_values(checkpoint: Checkpoint) -> dict[str, Value]:

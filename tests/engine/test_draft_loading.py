@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from draft_trials import Lavish, always_drafting
 from infer import LLM, ModelError, SamplingParams
 from infer.cli import main
 from infer.cli.commands.serve_command import _lines
+from infer.engine.requests.host import load_draft_model
 from infer.engine.speculation.ngram import NgramDrafter
 from infer.engine.step.model_drafter import ModelDrafter
+from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.catalog.header_facts import plan_served
 from infer.models.draft_plan import DraftPlan
@@ -214,6 +217,17 @@ def test_estimates_count_the_models_own_head(headed: Path, capsys: pytest.Captur
     own, without = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert own["draft_bytes"] > 4 * 64 * 64 == 4 * 64 * 64 + without["draft_bytes"]
     assert own["total_bytes"] == without["total_bytes"] + own["draft_bytes"]
+
+
+@pytest.mark.parametrize("settings", [ModelSettings(device="cuda"), ModelSettings(tensor_parallel=2)])
+def test_a_head_is_left_out_elsewhere_than_in_one_process_on_a_cpu(
+    settings: ModelSettings, headed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = SimpleNamespace(max_seq_len=64)
+    assert load_draft_model(settings, open_checkpoint(headed), model, model) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model's own head drafts only on a CPU, in one process: it is left out"
+    ]
 
 
 def test_a_head_that_does_not_fit_is_left_out(headed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,22 @@ def test_drafts_that_pay_are_made(
     assert 3000 / sum(simulation.answer(400, 150) for _ in range(20)) > least
 
 
+@cases("right per_token pass_seconds least", (0.95, 0.11, 0.43, 1.05), (0.9, 0.05, 0.2, 1.5), (0.95, 0.05, 0.2, 1.9))
+def test_answers_in_turn_that_drafts_suit_and_do_not_suit_lose_little(
+    right: float, per_token: float, pass_seconds: float, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seconds that one answer's drafts saved are not for the next answer to lose."""
+    runner = Simulated(right, pass_seconds, 0.05)
+    simulation, seconds = Simulation(runner, per_token, monkeypatch), {right: 0.0, 0.1: 0.0}
+    simulation.answer(200, 300)
+    for _ in range(12):
+        for acceptance in seconds:
+            runner.acceptance = acceptance
+            seconds[acceptance] += simulation.answer(200, 300)
+    assert 12 * 300 / seconds[right] > least
+    assert 12 * 300 / seconds[0.1] > 0.97
+
+
 def test_a_draft_model_is_tried_again_when_its_guesses_have_become_right(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Simulated(0.0, 0.2, 0.05)
     simulation = Simulation(runner, 0.05, monkeypatch)

@@ -275,11 +275,14 @@ def load_draft_model(
     """Return the draft model that the settings name, or the model's own head. None if nothing drafts.
 
     Raises InvalidRequestError if it cannot draft for the model, and ModelError if it is not usable or does not fit in
-    the memory that the model has left. A head that does not fit is left out.
+    the memory that the model has left. A head that does not fit, or on another device than a CPU, is left out, and the
+    log says so.
     """
     if settings.device == "auto":
         settings = replace(settings, device=model.backend.memory_rules)
     if (plan := plan_draft(settings, checkpoint, model.max_seq_len)) is None:
+        if checkpoint.drafting and settings.draft_head and (settings.device, settings.tensor_parallel) != ("cpu", 1):
+            log.warning("the model's own head drafts only on a CPU, in one process: it is left out")
         return None
     if plan.is_head:
         return _load_head(settings, plan, model)

@@ -163,7 +163,8 @@ class RequestMaker:
         """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
         self.check_generates()
         if ask.options.speculation == "draft" and not self._has_draft_model:
-            message = "speculation='draft' needs a draft model: load the model with draft_model, or use 'ngram'"
+            needed = "a draft model, or a head of the model's own on a CPU in one process"
+            message = f"speculation='draft' needs {needed}: load the model with draft_model, or use 'ngram'"
             raise InvalidRequestError(message, param="speculation")
         if ask.has_variables:
             sampling, variables = split_keywords(ask.sampling, self._tokenizer.chat_templates)

@@ -67,10 +67,14 @@ class Drafter(Protocol):
         """Return the time in which `count` drafts are made. It is infinite if the drafter may not spend it now."""
         return 0.0
 
-    def trial(self, slot: int, room_seconds: float) -> int:
+    def reading_seconds(self, slot: int) -> float:
+        """Return the time in which the drafter reads the tokens that it lacks, before its first draft."""
+        return 0.0
+
+    def trial(self, slot: int, horizon_seconds: float) -> int:
         """Return the number of drafts to make only to learn how often they are right, usually 0.
 
-        Without drafts, the rest of the answer takes `room_seconds`.
+        Without drafts, the tokens that the drafter is expected to serve take `horizon_seconds`.
         """
         return 0
 
@@ -277,7 +281,7 @@ class DraftPolicy:
 
 
 _FIRST_STEPS = 12.0  # plain steps that an engine may lose before drafts have saved any time
-_MOST_STEPS = 32.0  # plain steps that drafts may lose after they saved many more
+_MOST_STEPS = 8.0  # plain steps that drafts may lose after they saved many more
 _TRIED_SHARE = 0.01  # of the time of all steps, which trials may lose later
 
 
@@ -300,7 +304,8 @@ class Stake:
         if pace and not self.pace:
             self.balance += _FIRST_STEPS * pace
         self.pace = pace or self.pace
-        self.balance = min(self.balance + gained + _TRIED_SHARE * elapsed, _MOST_STEPS * self.pace)
+        most = max(self.balance, _MOST_STEPS * self.pace)
+        self.balance = min(self.balance + gained + _TRIED_SHARE * elapsed, most)
 
     def allows(self, seconds: float) -> bool:
         """Return True if these seconds may be spent. Nothing may be spent before the pace is known."""

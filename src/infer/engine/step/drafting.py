@@ -26,6 +26,7 @@ class Drafting:
         self.model = model
         self._policies: dict[int, list[tuple[Drafter, DraftPolicy]]] = {}  # by slot
         self._by_model = set[int]()  # slots whose drafts for the next step the model makes
+        self._looked_up: dict[int, int] = {}  # by slot: the length of its answer when n-grams last drafted
         self._seconds = 0.0  # in which the model has drafted since the last `take_seconds`
 
     def enter(self, sequence: Sequence) -> None:
@@ -65,6 +66,7 @@ class Drafting:
                 drafter, count = sequence.attempt(partial(self._choice, sequence, times), (self._ngrams, 0))
                 if min(count, limit) > 0:
                     counts.setdefault(drafter, {})[sequence] = min(count, limit)
+        self._looked_up |= {sequence.slot: len(sequence.pieces) for sequence in counts.get(self._ngrams, ())}
         for drafter, own in counts.items():
             started = time.perf_counter()
             drafts = _proposed(drafter, own)
@@ -76,19 +78,29 @@ class Drafting:
 
     def _choice(self, sequence: Sequence, times: StepTimes) -> tuple[Drafter, int]:
         """Return the drafter with the most expected tokens per second, and its number of drafts; 0 for a plain step."""
-        slot, best, count, speed = sequence.slot, self._ngrams, 0, 0.0
+        slot, best, count = sequence.slot, self._ngrams, 0
+        speed, horizon = 1 / times.seconds(sequence.num_pending), self._horizon(sequence)
         for drafter, policy in self._policies[slot]:
             if confidence := drafter.confidence(slot):
                 cost = partial(drafter.seconds, slot)
                 size = policy.num_draft_tokens(times, confidence, sequence.num_pending, cost)
-                if size and policy.speed > speed:
+                if not size or policy.speed <= speed:
+                    continue
+                if horizon * (1 / speed - 1 / policy.speed) >= drafter.reading_seconds(slot):
                     best, count, speed = drafter, size, policy.speed
         if not count and self.model is not None and times.is_known(1):
-            room_seconds = sequence.room * times.seconds(1)
             for drafter, _ in self._policies[slot]:
-                if drafter.confidence(slot) and (size := drafter.trial(slot, room_seconds)):
+                if drafter.confidence(slot) and (size := drafter.trial(slot, horizon * times.seconds(1))):
                     best, count = drafter, size
         return best, count
+
+    def _horizon(self, sequence: Sequence) -> int:
+        """Return the number of tokens that a drafter is expected to serve: as many as it could have served so far.
+
+        An answer ends or repeats itself at an unknown place. So a drafter that has to read first waits until the answer
+        has gone on for long without n-grams.
+        """
+        return min(sequence.room, len(sequence.pieces) - self._looked_up.get(sequence.slot, 0))
 
     def observe(self, sequences: Iterable[Sequence]) -> None:
         """Show the drafters the tokens that sequences accepted. Policies learn from those that were not forced."""
@@ -136,6 +148,7 @@ class Drafting:
 
     def release(self, slot: int) -> None:
         """Forget the sequence that loses this slot."""
+        self._looked_up.pop(slot, None)
         for drafter, _ in self._policies.pop(slot, ()):
             drafter.release(slot)
 

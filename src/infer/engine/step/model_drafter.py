@@ -31,6 +31,7 @@ FIRST_TOKENS = 64  # at the end of a text, which are read before drafts have sav
 _READ_SECONDS, _LEAST_READ = 0.04, 16  # limit of reading beside one step, and the tokens that it may always have
 _MOST_PENDING = 8  # tokens that are read together with the first guess
 _NUM_TRIED = 3  # drafts of a trial
+_PATIENCE = 8  # times its cost, which an answer lasts before a trial
 _CONFIDENCE = 2
 _SHARES, _RATES = (0.35, 0.65), (0.3, 0.55, 0.8)
 _FIRST_SHARE, _SHARE_GAIN = 0.6, 0.03
@@ -87,14 +88,17 @@ class ModelDrafter:
         return _CONFIDENCE if is_readable and token_ids[-1] < self._vocab_size else 0
 
     def seconds(self, slot: int, count: int) -> float:
-        if not self._stake.allows(self._num_unread(slot) * self._seconds_per_token):
+        if not self._stake.allows(self.reading_seconds(slot)):
             return inf
         num_rows = len(self._rows)
         return count * self._pass_seconds.get(num_rows, self._pass_seconds.get(1, 0.0)) / num_rows
 
-    def trial(self, slot: int, room_seconds: float) -> int:
-        cost = self.seconds(slot, _NUM_TRIED) + self._num_unread(slot) * self._seconds_per_token
-        return _NUM_TRIED if self._stake.allows(2 * cost + self._stake.pace) and room_seconds > 4 * cost else 0
+    def reading_seconds(self, slot: int) -> float:
+        return self._num_unread(slot) * self._seconds_per_token
+
+    def trial(self, slot: int, horizon_seconds: float) -> int:
+        cost = self.seconds(slot, _NUM_TRIED) + self.reading_seconds(slot)
+        return _NUM_TRIED if self._stake.allows(cost + self._stake.pace) and horizon_seconds > _PATIENCE * cost else 0
 
     def trim(self) -> int:
         return self.runner.cache.give_back_free()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cases import cases
 from infer.compute.kvcache import cache_settings as settings_module
+from infer.compute.kvcache import page_memory
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import check_layers
 from infer.compute.kvcache.paged import PagedCache
@@ -200,3 +201,17 @@ def test_a_loop_that_reserves_has_the_tokens_of_generate(world: World, cache: Pa
         cache.commit(0, len(pending))
         pending = sampled[-1:]
     assert sampled == expected
+
+
+def test_kernels_get_only_the_tables_of_rows_whose_pages_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, copied, copy = make(layers=(WHOLE,)), list[tuple[int, ...]](), page_memory._copy_array
+    monkeypatch.setattr(page_memory, "_copy_array", lambda array, to: (copied.append(array.shape), copy(array, to)))
+    num_rows, pages = cache.groups[0].table.table.shape
+    found = []
+    for change in (lambda: grow(cache, 0, 3), lambda: grow(cache, 0, 3), lambda: grow(cache, 1, PAGE)):
+        change()
+        cache.check_integrity()
+        found.append([shape for shape in copied if len(shape) == 2])
+        copied.clear()
+    assert num_rows > 1
+    assert found == [[(num_rows, pages)], [], [(1, pages)]], "all rows are new to the first step"

@@ -53,7 +53,6 @@ class PageMemory:
         self.rope_sets = np.zeros(len(groups[0].shifts), np.int64)
         rope_sets = torch.tensor(self.rope_sets, device=device)  # shared by all groups
         self._tables = [_tables_of(rows, rope_sets) for rows in groups]
-        self._published = [rows.version for rows in groups]
         sizes = [page_bytes(layer, kv_type, page_tokens) for layer in layers]
         self._memories = [
             self._backend.zeros((rows.table.num_pages, sum(sizes[index] for index in rows.group.layers)), torch.uint8)
@@ -94,14 +93,16 @@ class PageMemory:
                 _copy_array(self.rope_sets, self._tables[0].rope_sets)
 
     def publish(self) -> None:
-        """Publish the current tables and windows to the kernels. They are small: torch copies them with one thread."""
-        for index, rows in enumerate(self._groups):
-            if self._published[index] != rows.version:
-                arrays, tables = (rows.table.table, rows.shifts, rows.sinks, rows.windows), self._tables[index]
-                tensors = (tables.table, tables.shifts, tables.sinks, tables.windows)
-                for tensor, array in zip(tensors, arrays, strict=True):
-                    _copy_array(array, tensor)
-                self._published[index] = rows.version
+        """Publish the tables of changed rows, and new windows, to the kernels. torch copies them with one thread."""
+        for rows, tables in zip(self._groups, self._tables, strict=True):
+            for first, count in _runs(sorted(rows.changed)):
+                _copy_array(rows.table.table[first : first + count], tables.table[first : first + count])
+            rows.changed.clear()
+            if rows.has_new_rules:
+                _copy_array(rows.shifts, tables.shifts)
+                _copy_array(rows.sinks, tables.sinks)
+                _copy_array(rows.windows, tables.windows)
+                rows.has_new_rules = False
 
     def parts(self, rows: GroupRows) -> Iterator[tuple[str, Shaped[Tensor, "heads pages blocks lanes *size"]]]:
         """Yield the stored tensors of a group's layers by name, as views."""
@@ -244,7 +245,7 @@ def _copy_array(array: npt.NDArray[np.int64], tensor: Int64[Tensor, "*shape"]) -
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first page and the length of each run of consecutive pages. `pages` must be in ascending order."""
+    """Yield the first page and the length of each run of consecutive pages, or rows, which must ascend."""
     for _, run in groupby(enumerate(pages), key=lambda pair: pair[1] - pair[0]):
         found = [page for _, page in run]
         yield found[0], len(found)

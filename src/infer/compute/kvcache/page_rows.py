@@ -59,11 +59,12 @@ class RowState(NamedTuple):
 class GroupRows:
     """Page table and visibility rules of the rows of one group.
 
-    `version` changes whenever data that kernels read changes: the table, shifts, sinks or windows.
+    `changed` are the rows whose pages changed since their tables were published. `has_new_rules` is True if shifts,
+    sinks or windows changed.
     """
 
     def __init__(self, group: PageGroup, num_rows: int, num_slots: int, page_tokens: int, pool_pages: int) -> None:
-        self.group, self.version = group, 0
+        self.group, self.changed, self.has_new_rules = group, set[int](), False
         shape = (num_rows, num_slots, page_tokens, group.pages_per_row, group.num_fixed)
         self.table = PageTable(*shape, pool_pages=pool_pages, num_recent=RECENT_PAGES if group.is_recurrent else None)
         self.state_tokens = page_tokens if group.has_states else 0
@@ -98,7 +99,8 @@ class GroupRows:
 
     def restore(self, row: int, state: RowState) -> None:
         self._rules[:, row] = state
-        self.version += 1
+        self.changed.add(row)
+        self.has_new_rules = True
 
     def slot_of(self, row: int, position: int) -> int:
         return position - int(self.shifts.item(row))
@@ -126,7 +128,7 @@ class GroupRows:
         """Call `PageTable.reserve` for tokens with the slots [start, end), and return the copies to make."""
         if self.table.is_ready(row, start, end):
             return []
-        self.version += 1
+        self.changed.add(row)
         return self.table.reserve(row, start, end, self.seen(row, start)[1].start)
 
     def is_ready(self, row: int, position: int, count: int) -> bool:

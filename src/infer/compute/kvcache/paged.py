@@ -334,7 +334,7 @@ class PagedCache:
             for rows, own in zip(self.groups, needed, strict=True):
                 rows.table.truncate(row, 0)
                 rows.table.adopt(row, own)
-                rows.version += 1
+                rows.changed.add(row)
             self._keys[row] = keys[:count]
             self.lengths[row] = self._reserved[row] = count * page_tokens
             self.memory.publish()

@@ -262,14 +262,14 @@ COUNTED = Case("counted", tuple(b"bca"), PENALISED)
 
 
 class Place:
-    """An engine whose runner's steps run on their own, and whose steps are all single ones."""
+    """An engine whose runner's steps run on their own."""
 
-    def __init__(self, world: World, num_slots: int = 3) -> None:
+    def __init__(self, world: World, num_slots: int = 3, max_steps: int | None = 1) -> None:
         self.world = world
         settings = CacheSettings(page_tokens=16, reuse_prefixes=True)
         self.runner = Runner(world.model, CONTEXT, num_slots=num_slots, settings=settings)
         self.device = RunsOnItsOwn.replace(self.runner)
-        self.engine = Engine(self.runner, max_steps=1)
+        self.engine = Engine(self.runner, max_steps=max_steps)
 
     def submit(self, case: Case, lease: Lease | None = None, **options: object) -> Sequence:
         return self.engine.submit(make_sequence(self.world, case, Way(chunk=7), **options), lease)
@@ -292,6 +292,27 @@ def test_each_step_is_launched_before_the_one_before_it_is_waited_for(place: Pla
     for number in range(1, num_steps):
         expected += [("launch", number), ("wait", number - 1)]
     assert place.device.calls == [*expected, ("wait", num_steps - 1)]
+
+
+def test_single_steps_follow_each_other_if_a_step_takes_longer_than_the_host_s_work(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise multi-steps run, and a single step is tried again when the host may have less work."""
+    for seconds in (1.0, 1e-9):
+        place = Place(world, max_steps=None)
+        monkeypatch.setattr(place.engine.scheduler.costs, "predict", lambda work, seconds=seconds: seconds)
+        asked = [(place.submit(case), case) for case in (LONG, COUNTED)]
+        place.check(*asked)
+        num_multi_steps = sum(each.stats.multi_steps for each, _ in asked)
+        assert (num_multi_steps == 0) == (place.device.num_behind >= 50) == (seconds == 1.0)
+
+
+@pytest.mark.parametrize("grammar", [BOUND])
+def test_a_grammar_beside_answers_runs_in_multi_steps(world: World, grammar: Case) -> None:
+    place = Place(world, max_steps=None)
+    asked = [(place.submit(case), case) for case in (MEDIUM, grammar)]
+    place.check(*asked)
+    assert all(each.stats.multi_steps for each, _ in asked)
 
 
 @pytest.mark.parametrize("tenants", ["aaaa", "abba"])

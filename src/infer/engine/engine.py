@@ -79,8 +79,6 @@ class Engine:
         self.resting_tenants: Collection[str] = ()  # they owe the next steps to the others
         self.interrupt = Interrupt()  # set by threads that send a message to the loop: a multi-step ends early
         self._steps = Steps(self._slots, self.scheduler, self._drafting, self.interrupt)
-        # True if a row's length after a step is known before the step's tokens are sampled.
-        self._grows_evenly = not runner.compresses_prompts and runner.model.rope_border is None
         self._pending: LaunchedStep | None = None  # launched behind the last step that was collected
         self._faults = Faults()
 
@@ -230,7 +228,7 @@ class Engine:
         """
         launched, self._pending = self._pending or self.launch(), None
         # The next step runs behind this one if the host does not need this one's tokens for it.
-        if launched is not None and launched.may_be_followed and self._grows_evenly:
+        if launched is not None and launched.may_be_followed and self._steps.grow_evenly:
             self._steps.keep_early(launched)
             self._pending = self.launch(launched)
         self.collect(launched)

@@ -24,6 +24,7 @@ from infer.errors import OutOfPagesError
 
 Work = tuple[Sequence, Chunk]  # one sequence's share of a step
 _MANY = 1 << 30  # tokens
+_NEW, _FORGET = 0.2, 0.9  # weight of the host's last time, and the factor of its mean after each multi-step
 
 
 @final
@@ -65,6 +66,11 @@ class Steps:
         self._filler, self._interrupt = MaskFiller(slots.runner.model.backend), interrupt
         self._resting: list[Sequence] = []  # sequences that do not take part in the current step
         self._last_ended = 0.0  # when the last step ended, by time.perf_counter
+        # True if a row's length after a step is known before the step's tokens are sampled.
+        self.grow_evenly = not self._runner.compresses_prompts and self._runner.model.rope_border is None
+        self._run_alone = False  # the device runs single steps without the host
+        self._host_seconds = 0.0  # between two waits for steps that follow each other, smoothed
+        self._last_waited = 0.0  # when the last wait for a step returned, by time.perf_counter
 
     def close(self) -> None:
         """End the thread of masks. The next step may begin another one."""
@@ -122,6 +128,9 @@ class Steps:
         is_multi_step = pending is not None
         if pending is None:
             pending = runner.launch(step, None if behind is None else behind.pending)
+            self._run_alone = pending.is_running
+        else:
+            self._host_seconds *= _FORGET  # a host with less work is found by a single step
         for sequence, chunk in works:
             sequence.launched = (*sequence.launched, chunk)
         spent = 0.0 if self._drafting.model is None else self._drafting.take_seconds()
@@ -180,10 +189,21 @@ class Steps:
             others_wait=self._slots.queue.has_waiting or bool(self._resting),
             others_stream=any(each.is_streamed and each.num_pending == 1 for each in self._resting),
         )
+        if times is None and self._single_steps_pay(active, plan):
+            plan = plan._replace(num_steps=1)
         return plan, [
             (sequence, sequence.schedule(num_tokens, num_drafts))
             for sequence, num_tokens, num_drafts in zip(active, plan.num_tokens, plan.num_drafts, strict=True)
         ]
+
+    def _single_steps_pay(self, active: abc.Sequence[Sequence], plan: Plan) -> bool:
+        """Return True if single steps, each launched behind the one before, keep the device busy all the time.
+
+        Between two multi-steps, the device waits for the host. It does not if a step takes longer than the host's work
+        for the next one, and each step may be followed.
+        """
+        is_followed = self._run_alone and self.grow_evenly and all(each.grammar is None for each in active)
+        return is_followed and self._host_seconds <= self._scheduler.costs.predict(plan.work)
 
     # Ends
 
@@ -204,7 +224,7 @@ class Steps:
     def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
         works, parts, counted = launched.works, launched.parts, list(map(_counts, launched.works))
-        generated, held_up, cut = _wait(launched)
+        generated, held_up, cut = self._wait(launched)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
         times = self.step_times([sequence for sequence, _ in works])
@@ -235,6 +255,13 @@ class Steps:
             for sequence, _ in compress(works, counted):
                 _end_prompt(self._slots, sequence)
 
+    def _wait(self, launched: LaunchedStep) -> tuple[Generated, float, abc.Sequence[int]]:
+        """Return `_waited(launched)`, and learn how long the host worked between two waits."""
+        if launched.is_kept and launched.is_behind:
+            self._host_seconds += _NEW * (time.perf_counter() - self._last_waited - self._host_seconds)
+        ended, self._last_waited = _waited(launched), time.perf_counter()
+        return ended
+
     def _clock_of(self, launched: LaunchedStep, ends: abc.Sequence[StepEnd]) -> Clock:
         """Return the times of a step. A step behind another one begins when the other one ends.
 
@@ -253,7 +280,7 @@ def _counts(work: Work) -> bool:
     return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
 
 
-def _wait(launched: LaunchedStep) -> tuple[Generated, float, abc.Sequence[int]]:
+def _waited(launched: LaunchedStep) -> tuple[Generated, float, abc.Sequence[int]]:
     """Wait for a step. Return its tokens, the seconds for which it waited for grammars, and the rows that were cut.
 
     A row of a multi-step is cut if its grammar ended, forced a token, or failed before the last step.

@@ -1,6 +1,7 @@
 """Claims about how many kernels a step launches on a GPU, how many are compiled for it, and in which sizes."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_models
 from gpu_launches import num_variants, recorded_launches
+from infer.compute.backends.cuda import attention
 from infer.compute.backends.cuda.capture import CapturedForward, StepSize, size_for, sizes_ahead
 from infer.compute.backends.cuda.graphs import Repeats
 
@@ -85,6 +87,24 @@ def test_a_forward_of_parallel_parts_launches_no_more_than_one_of_parts_in_turn(
     product = "matvec" if type_ == "Q4_0" else "dense"
     up, mixer = ["quantize_rows", product], ["quantize_rows", product, *MIXERS["two layers"], product]
     assert forward_launches("tiny LayerNorm", type_, 1)[1:] == [*up, *mixer, product, "quantize_rows", product]
+
+
+@pytest.mark.parametrize(("shape", "planned"), [("two layers", [1, 0]), ("tiny per-layer inputs", [1, 1, 0])])
+def test_the_first_layer_of_a_page_group_plans_attention_for_the_others(shape: str, planned: list[int]) -> None:
+    model = gpu_models.make_model(shape, "Q4_0", CPU, 256)
+    runner = gpu_models.make_runner(model, 1, 256, capture=False)
+    runner.cache.reserve(0, 3)
+    step, programs = Step.of([1] * 3), list[int]()
+
+    class Grids:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            return lambda *_, **__: programs.append(grid[0])
+
+    with recorded_launches(), pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(attention, "rotate_append", Grids())
+        for _ in range(2):  # another forward of the same step plans again
+            model.forward(step, runner.cache)
+    assert [count - 3 for count in programs] == planned * 2
 
 
 @pytest.mark.parametrize("shape", ["two layers", *gpu_models.PARTS])

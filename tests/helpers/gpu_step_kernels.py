@@ -65,7 +65,8 @@ def rotation_kernel(kv_type: str, dim: int, target: int, *, is_unusual: bool = F
     )
     arguments = {
         **dict.fromkeys(("qkv", "near", "far"), "*fp32!"), "rows": "*i64!", "positions": "*i64!",
-        "cache": blocks(kv_type), "items": Items("*i32!", "*i32!"), "capacity": "i32", "num_slots": "i32",
+        "cache": blocks(kv_type), "items": Items("*i32!", "*i32!"),
+        **dict.fromkeys(("num_planners", "capacity", "num_slots"), "i32"),
         "rotation": rotation, "columns": columns,
         "NUM_HEADS": 32, "KV_HEADS": 8, "GROUP_SIZE": 4, "DIM": dim, "SIZE": dim, "HALF": dim // 2,
         **dict.fromkeys(("Q_NORM", "K_NORM"), 3 if is_unusual else 1), "KV_TYPE": KV_TYPES.index(kv_type),

@@ -4,7 +4,7 @@ Each layer's mixer and feed-forward add to the residual stream. Families differ 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import final
 
 import torch
@@ -73,6 +73,7 @@ class Transformer:
     def residual(self, step: Step, cache: PagedCache) -> Float[Tensor, "tokens hidden"]:
         """Return the residual stream after the last layer, before the norm and the projection to logits."""
         with ops.using(self.backend):
+            step = replace(step)  # nothing that the layers of another forward shared
             x = self._embedded(step) if self.state_input is None else self.state_input.read(step)
             inputs = None if self.per_layer is None else ops.per_layer_inputs(x, step.tokens, self.per_layer)
             for layer in self.layers:

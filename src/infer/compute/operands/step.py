@@ -10,7 +10,7 @@ Prefill, decode and verify are one thing: a number of tokens per sequence.
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,8 @@ class Step:
     is_recorded: bool = field(
         default=False, kw_only=True
     )  # a recording's own, filled for each replay: there a row of −1 means no token
+    # Values that a backend computes once per forward for several layers, by their own keys. A copy has none.
+    shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(

@@ -51,10 +51,10 @@ def attend(qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Act
     near = torch.empty(num_tokens, heads.num_heads, dim, device=floats.device)
     far = torch.empty_like(near) if shape["HAS_FAR"] else near
     chunks = triton.cdiv(pages.table.shape[1] * pages.page_tokens, CHUNK.value)
-    items = _items(num_tokens, kv_heads, chunks, floats.device)
+    items, num_planners = _items(step, layer.pages, kv_heads, queries // group_size, chunks)
     parts = _parts(min(num_tokens * chunks, SLOTS + chunks) if chunks > 1 else 1, kv_heads, queries, dim, floats.device)
-    rotate_append[num_tokens + 1, kv_heads](
-        floats, near, far, items, len(items.fields), len(parts.sums), step.rows, step.positions,
+    rotate_append[num_tokens + num_planners, kv_heads](
+        floats, near, far, items, num_planners, len(items.fields), len(parts.sums), step.rows, step.positions,
         _rotation(heads, pages, near), cache, _columns(heads, floats.shape[1]),
         NUM_HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, GROUP_SIZE=group_size,
         Q_NORM=_kind(heads, heads.q_norm), K_NORM=_kind(heads, heads.k_norm), SPLITS=num_splits(kv_heads),
@@ -88,11 +88,19 @@ def tuning_of(size: int, kv_type: str) -> dict[str, int]:
     return tuning
 
 
-def _items(num_tokens: int, kv_heads: int, chunks: int, device: torch.device) -> Items:
-    """Return room for the items of any step of as many tokens whose rows have up to `chunks` chunks."""
+def _items(step: Step, pages: Pages, kv_heads: int, tile: int, chunks: int) -> tuple[Items, int]:
+    """Return the items of all layers of a page group, and the number of programs that plan them: 1 in the first layer.
+
+    There is room for any step of as many tokens whose rows have up to `chunks` chunks.
+    """
+    key, num_tokens, device = (pages, kv_heads, tile), len(step.rows), step.rows.device
+    if key in step.shared:
+        return step.shared[key], 0
     capacity = num_tokens + min(num_splits(kv_heads), num_tokens * (chunks - 1))
     fields = torch.empty(capacity, FIELDS.value, dtype=torch.int32, device=device)
-    return Items(fields, torch.empty(num_tokens, kv_heads, dtype=torch.int32, device=device))
+    items = Items(fields, torch.empty(num_tokens, kv_heads, dtype=torch.int32, device=device))
+    step.shared[key] = items
+    return items, 1
 
 
 def _rotation(heads: Heads, pages: Pages, anything: Tensor) -> Rotation:

@@ -1,6 +1,6 @@
 """The work of `attend_chunks`, and the merge of its parts.
 
-One program of `rotate_append` makes a list of items while the others rotate.
+One program of `rotate_append` makes a list of items while the others rotate, in the first layer of each page group.
 
 A tile of tokens sees some chunks of its row. If it sees many in comparison with the whole step, its chunks are split
 into items: a few for one program each. All other tiles are one item, as is a padding token. So no program walks a long

@@ -49,29 +49,30 @@ class Columns(NamedTuple):
     HAS_KEYS: tl.constexpr  # otherwise keys and values are already in the cache
 
 
-@triton.jit(do_not_specialize=["capacity", "num_slots"])
+@triton.jit(do_not_specialize=["num_planners", "capacity", "num_slots"])
 def rotate_append(
-    qkv, near, far, items, capacity, num_slots, rows, positions, rotation, cache, columns,
+    qkv, near, far, items, num_planners, capacity, num_slots, rows, positions, rotation, cache, columns,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SIZE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_FAR: tl.constexpr,
     KV_TYPE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the rotated queries in near and far [tokens, heads, DIM], and keys and values in the cache.
 
-    SIZE and GROUP_SIZE are DIM and the heads of a group, rounded up to powers of 2. Programs of index 0 have no token:
-    one of them plans the items of `attention_chunks`. The others set their number of arrivals to 0.
+    SIZE and GROUP_SIZE are DIM and the heads of a group, rounded up to powers of 2. The first `num_planners` programs,
+    1 or 0, have no token: one of them plans the items of `attention_chunks` for all layers of the page group. The
+    others set their number of arrivals to 0.
     """
-    index, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + tl.maximum(index - 1, 0))
-    if index > 0:
-        tl.store(items.arrivals + (index - 1) * KV_HEADS + head, 0)
+    token, head = tl.program_id(0) - num_planners, tl.program_id(1)
+    row = tl.load(rows + tl.maximum(token, 0))
+    if token >= 0:
+        tl.store(items.arrivals + token * KV_HEADS + head, 0)
         if row >= 0:
             _rotate_token(
-                qkv, near, far, index - 1, head, row, positions, rotation, cache, columns,
+                qkv, near, far, token, head, row, positions, rotation, cache, columns,
                 NUM_HEADS, KV_HEADS, DIM, HALF, SIZE, GROUP_SIZE, Q_NORM, K_NORM, HAS_FAR, KV_TYPE,
             )  # fmt: skip
     elif head == 0:
-        num_tokens = tl.num_programs(0) - 1
+        num_tokens = tl.num_programs(0) - num_planners
         plan_items(items.fields, rows, positions, num_tokens, capacity, num_slots, cache, SPLITS, TILE)
 
 

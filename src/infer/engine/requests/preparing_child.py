@@ -1,11 +1,10 @@
-"""Read grammars and tools in a process where hangs, crashes and lack of memory do no harm. `trial` runs this program.
+"""The program of a child process that reads grammars and tools, so that hangs, crashes and lack of memory do no harm.
 
 It reads lines of JSON: [kind, text] is a grammar, {"format": …, "answer": …} the format of an answer with tools. It
 answers each with a line of JSON: {"source": …} with its facts, or {"error": …, "pointer": …, "problem": …}. It imports
-neither numpy nor a tokenizer, so that it starts quickly.
-
-Schemas and patterns of tools become expressions of Lark. Each is read and tried within a limit of processor time, and
-loosened if necessary. Then the whole grammar of the answer is tried.
+neither numpy nor a tokenizer, so that it starts quickly. Schemas and patterns of tools become expressions of Lark. Each
+is read and tried within a limit of processor time, and loosened if necessary. Then the whole grammar of the answer is
+tried.
 """
 
 import importlib
@@ -61,7 +60,10 @@ def format_of_json(given: dict[str, Any]) -> AnswerFormat:
 
 @final
 class Program:
-    """The program. `name` is the library's; the seconds limit one grammar, and all tools of an answer together."""
+    """The program. `name` is the grammar library's.
+
+    One limit of seconds is for a grammar, the other for all tools together.
+    """
 
     def __init__(self, name: str, read_seconds: float, answer_seconds: float) -> None:
         self._name, self._read_seconds, self._answer_seconds = name, read_seconds, answer_seconds
@@ -72,7 +74,7 @@ class Program:
             self._try_answer = llguidance_try(library, library.LLTokenizer(library.TokenizerWrapper(_Marks())))
 
     def answer(self, question: Any) -> dict[str, Any]:
-        """Return the answer to a question, or its error."""
+        """Return the line of JSON that answers a question, as a dict: the source and its facts, or an error."""
         try:
             return self._prepare(question) if isinstance(question, dict) else self._read(Grammar(*question))
         except SchemaError as error:
@@ -125,7 +127,10 @@ class Program:
         return {"source": source, "tools": changed, "warnings": [*enforced.warnings, *self._rules.warnings]}
 
     def _source(self, form: AnswerFormat, answer: Grammar | None) -> str:
-        """Return the source. It is tried with other ids of control tokens, because the vocabulary is not known here."""
+        """Return the source of an answer's grammar, after a trial of it.
+
+        The trial has other ids of control tokens, because the vocabulary is not known here.
+        """
         self._rules.warnings.clear()
         marks = {_NUM_BYTES + 1 + index: mark for index, mark in enumerate(form.marks.values())}
         if problem := self._try_answer(Source("", self._text(replace(form, marks=marks), answer))):
@@ -143,7 +148,7 @@ class Program:
 
 @final
 class _Marks:
-    """A vocabulary of the bytes and of some control tokens."""
+    """A vocabulary for trials: each byte is a token, and so are some control tokens."""
 
     bos_token_id, eos_token_id = None, _NUM_BYTES
 

@@ -155,13 +155,11 @@ def _as_stored(info: TensorInfo, shape: tuple[int, ...], content: NDArray[np.uin
 
 
 def in_half_order(weight: StoredWeight, num_heads: int, num_rotated: int = 0) -> StoredWeight:
-    """Return rows of q or k in Hugging Face's order instead of llama.cpp's. Copies.
+    """Return a copy of the rows of q or k in Hugging Face's order instead of llama.cpp's.
 
     In llama.cpp's order, elements that rotate together are neighbours (0, 1), (2, 3) …. In Hugging Face's order they
     are half a head apart. Whole rows move, so block types stay unchanged. If only the first `num_rotated` rows of a
-    head rotate, the others stay where they are.
-
-    It is the inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
+    head rotate, the others stay. It is the inverse of `permute` in llama.cpp's convert_hf_to_gguf.py.
     """
     data = weight.data
     heads = data.reshape(num_heads, -1, *data.shape[1:])

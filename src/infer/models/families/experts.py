@@ -12,9 +12,9 @@ NUM_SHARED, SHARED_SIZE = "n_shared_experts", "shared_expert_intermediate_size"
 
 @dataclass(frozen=True)
 class ExpertRules:
-    """The experts of a family as data: values of `Router` and `Experts`, and the settings that have other values.
+    """The experts of a family: values of `Router` and `Experts`, or names of the settings that have them.
 
-    A value that is the name of a setting is true if the setting is.
+    A truth value that is a name is true if the setting of this name is.
     """
 
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"] = "softmax"
@@ -75,7 +75,10 @@ def _is_true(config: Config, value: bool | str) -> bool:
 
 
 def _of_all_layers(config: Config, name: str) -> Config:
-    """Return the setting, which may have a list with an equal number for each layer."""
+    """Return {name: the setting}.
+
+    The config may have a number for all layers, or a list of equal numbers, one per layer.
+    """
     given = config.get(name)
     if not isinstance(given, list):
         return {name: given}

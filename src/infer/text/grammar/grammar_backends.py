@@ -62,7 +62,7 @@ class Vocabulary:
         return ids
 
     def settled(self, text: str) -> list[int]:
-        """Return the ids of a text that continues, without ids at its end that could change with the following text."""
+        """Return the ids of a text that continues, without the last ids: those that the text after it could change."""
         data, ids = text.encode(), self.spell(text)
         starts = range(max(0, len(data) - self._longest), len(data))
         settled = next((start for start in starts if self._goes_on(data[start:])), len(data))

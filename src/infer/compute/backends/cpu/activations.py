@@ -155,24 +155,30 @@ def quantize_block(first, second, form, at):
 
 
 @njit(forceinline=True)
-def inverse_rms(x, features, eps):
-    """Return 1 / sqrt(mean(x²) + eps)."""
-    squares = splat_f32(np.float32(0))
-    whole = features // 16 * 16
-    for i in range(0, whole, 16):
-        v = load_f32(x + 4 * i)
-        squares = simd.fma(v, v, squares)
+def _mean_square(x, features, mean):
+    """Return the mean of (x − mean)² over f32 [features] at x. Its order of additions does not depend on the mean."""
+    squares, shift, whole = splat_f32(np.float32(0)), splat_f32(mean), features // LANES * LANES
+    for i in range(0, whole, LANES):
+        apart = load_f32(x + 4 * i) - shift
+        squares = simd.fma(apart, apart, squares)
     total = sum_f32(squares)
     for i in range(whole, features):
-        total += load_scalar_f32(x + 4 * i) * load_scalar_f32(x + 4 * i)
-    return np.float32(1) / np.sqrt(total / np.float32(features) + eps)
+        total += (load_scalar_f32(x + 4 * i) - mean) * (load_scalar_f32(x + 4 * i) - mean)
+    return total / np.float32(features)
+
+
+@njit(forceinline=True)
+def inverse_rms(x, features, eps):
+    """Return 1 / sqrt(mean(x²) + eps) of f32 [features] at x."""
+    return np.float32(1) / np.sqrt(_mean_square(x, features, np.float32(0)) + eps)
 
 
 @njit
 def quantize_row(x, weight, factor, args, token, num_tokens, out):
-    """Store x × factor × weight as a token's records of `args.form`, in panels at `out`; zeros after the last input.
+    """Store x × factor × weight as a token's activation records of `args.form`, with zeros after the last input.
 
-    Reads f32 [features] at the address `x` and at `weight`, which is 0 for none.
+    Reads f32 [features] at the address `x` and at `weight`, which is 0 for none. Writes the token's records in panels
+    at `out` (`record_address`).
     """
     num_records = (args.features + BLOCK - 1) // BLOCK
     record_bytes = record_size(args.form)
@@ -269,21 +275,13 @@ def _mean(x, features):
     return total / np.float32(features)
 
 
-@njit
-def _mean_square(x, features, mean):
-    """Return the mean of (x − mean)²."""
-    squares, shift, whole = splat_f32(np.float32(0)), splat_f32(mean), features // LANES * LANES
-    for i in range(0, whole, LANES):
-        apart = load_f32(x + 4 * i) - shift
-        squares = simd.fma(apart, apart, squares)
-    total = sum_f32(squares)
-    for i in range(whole, features):
-        total += (load_scalar_f32(x + 4 * i) - mean) * (load_scalar_f32(x + 4 * i) - mean)
-    return total / np.float32(features)
-
-
 def sum_norm(args, state, thread, num_threads):
-    """Store norm(x + y + type + position). What is not given is not added, and without a weight there is no norm."""
+    """Store norm(x + y + type + position) for each token. Tokens are divided among the threads.
+
+    Reads f32 [tokens, features] at `x` and `y`, the token's row of `types` (0 or 1) and of `embedded_positions`, and
+    f32 [features] at `weight` and `bias`. An address of 0 means that there is none. Without a weight there is no norm.
+    Writes f32 [tokens, features] at `out`, which may be x. If `is_centred`, the mean is subtracted (LayerNorm).
+    """
     features = args.features
     for token in range(thread, state.num_tokens, num_threads):
         x, out = args.x + 4 * features * token, args.out + 4 * features * token

@@ -1,7 +1,7 @@
-"""Multiplication by each instruction set: Σ q A of a record in integers, and lookup of codes.
+"""Integer products by each instruction set: Σ q A of a record of 32 inputs, and the lookup of codes in tables.
 
-Weights q are unsigned bytes (but see `is_signed`), 64 of them (4 inputs × 16 rows) per quad. Activations are signed
-bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gives the same sums.
+Weights q are unsigned bytes (but see `is_signed`). A quad is 64 of them: 4 inputs × 16 rows, row by row. Activations A
+are signed bytes, in one plane or two, A = 256 hi + lo. All sums are exact, so every set gives the same sums.
 """
 
 from abc import ABC, abstractmethod
@@ -24,14 +24,23 @@ _Sums = dict[tuple[int, ...], list[Value]]  # the registers of a sum, by group a
 
 
 class Arithmetic(ABC):
-    """Multiplication by one instruction set. `width`: bytes of a register."""
+    """Emitter of the integer products of one instruction set, for `vector_tiles`.
+
+    Attributes:
+        width: Bytes of a vector register.
+        shuffle: LLVM's name of the instruction that looks up bytes in a register; None if there is none.
+        is_signed: True if weights above 127 come without their offset, which makes them signed bytes.
+    """
 
     width: int
     shuffle: str | None = None  # LLVM's name of what looks bytes up in a register
     is_signed = False  # weights that do not fit a signed byte are given without their offset, which makes them signed
 
     def offset(self, layout: Layout) -> int:
-        """Return the offset that the multiplied bytes still contain."""
+        """Return the offset that the weights' bytes still contain when they are multiplied.
+
+        `dots` subtracts offset × ΣA.
+        """
         return 0 if self.is_signed and layout.largest > 127 else layout.offset
 
     @abstractmethod
@@ -84,7 +93,7 @@ class Arithmetic(ABC):
 
 
 def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[Value]:
-    """Return 64 bytes as registers of `width` bytes."""
+    """Return 64 bytes, an i32 × 16, as vectors of `width` bytes whose elements have the type `element`, in order."""
     count, part = width // 4, ir.VectorType(element, 8 * width // element.width)
     if count == LANES:
         return [b.bitcast(x, part)]
@@ -93,7 +102,7 @@ def split(b: Builder, x: Value, width: int, element: ir.IntType = I32) -> list[V
 
 
 def join(b: Builder, parts: list[Value]) -> Value:
-    """Return registers as 64 bytes."""
+    """Return vectors of 64 bytes in all as one i32 × 16. It is the inverse of `split`."""
     parts = [b.bitcast(part, ir.VectorType(I32, LANES // len(parts))) for part in parts]
     while len(parts) > 1:
         lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
@@ -109,7 +118,10 @@ class Chained(Arithmetic):
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, four: Value) -> Value:
-        """Return total[lane] + Σ weights[4 lane + i] × four[i]. `four` is one i32."""
+        """Emit total[lane] + Σ weights[4 lane + i] × four[i] for i < 4, i32 × 16.
+
+        `total` is i32 × 16, `weights` are 64 unsigned bytes, and `four` is one i32 of four signed bytes.
+        """
 
     def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, parts = activations.b, activations.layout.parts
@@ -132,7 +144,10 @@ class Chained(Arithmetic):
         return totals
 
     def _single_dot(self, activations: ActivationRecord, weights: list[Value]) -> Dots:
-        """Return the sums of one group, column and part, in one chain for each plane: half as long to wait for."""
+        """Return the sums of one group, column and part.
+
+        The two planes have chains of their own, so that the latency of the additions is halved.
+        """
         b, (column,) = activations.b, activations.columns
         sums = [constant(I32X16, 0)] * 2
         for quad, plane in product(range(8), range(2)):
@@ -157,11 +172,11 @@ class Apart(Arithmetic):
 
     @abstractmethod
     def factor(self, activations: ActivationRecord, column: int, plane: int, quad: int) -> Value:
-        """Return a column's activations that are multiplied with a quad, for every lane of a register."""
+        """Return the four activation bytes of a column, a plane and a quad, in every 32-bit lane of a register."""
 
     @abstractmethod
     def dot4(self, b: Builder, total: Value, weights: Value, factor: Value) -> Value:
-        """Return the same as `Chained.dot4`, for registers."""
+        """Emit the same sums as `Chained.dot4`, in registers of `width` bytes. `factor` is what `factor` returns."""
 
     def dots(self, activations: ActivationRecord, quads: list[Quads]) -> Dots:
         b, sums, size = activations.b, _Sums(), 8 // activations.layout.parts
@@ -245,7 +260,7 @@ class I8mm(Arithmetic):
         return call(b, "aarch64.neon.usmmla.v4i32.v16i8", total.type, total, weights, factor)
 
     def _column(self, b: Builder, registers: list[Value], column: int) -> Value:
-        """Return 16 rows of a column, from registers that hold 2 rows × 2 columns each."""
+        """Return the 16 rows of one column as i32 × 16, from registers that hold 2 rows × 2 columns each."""
         order = ir.Constant(registers[0].type, [column, column + 2, column + 4, column + 6])
         return join(b, [b.shuffle_vector(*pair, order) for pair in zip(registers[::2], registers[1::2], strict=True)])
 
@@ -321,7 +336,7 @@ class Words(Arithmetic):
         sums[key] = [self._hold(b, x) for x in more]
 
     def _hold(self, b: Builder, x: Value) -> Value:
-        """Return x, and force its computation at this point."""
+        """Return x, and keep LLVM from moving or regrouping its computation."""
         kind = ir.FunctionType(x.type, [x.type])
         return b.call(
             ir.InlineAsm(kind, "", f"={self.register},0", side_effect=True), [x], attrs=("nounwind", "readnone")

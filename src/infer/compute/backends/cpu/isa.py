@@ -27,7 +27,15 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x8
 
 
 class Shape(NamedTuple):
-    """A tile of groups of 16 rows × tokens. It is used while that many tokens are left, or at least `fewest`."""
+    """Shape of a tile: groups of 16 rows × tokens. A panel is cut into tiles in the order of `InstructionSet.shapes`.
+
+    Attributes:
+        groups: Number of groups of rows, 1 or 2.
+        columns: Number of tokens.
+        fewest: The tile is used while at least this many tokens are left; the results of missing tokens are ignored.
+        on_matrices: True for a tile of the matrix unit.
+        widest: The tile is used only in panels of at most this many tokens.
+    """
 
     groups: int
     columns: int
@@ -73,15 +81,18 @@ class InstructionSet:
     inputs: int = 4  # of a row that lie side by side, for an instruction that multiplies so many: 4 or 8
 
     def form(self, layout: Layout, planes: int) -> int:
-        """Return the form of the activations for these weights: `layouts`."""
+        """Return the form of the activations for weights of this layout, as `layouts.activation_bytes` has it.
+
+        `planes` is 2 for `exact` and 1 for `fast`.
+        """
         if layout.is_float:
             return PAIRS if self.has_pairs and layout.type == "BF16" and planes == 1 else 0
         return planes + WORDS if self.words and layout.largest > _LARGEST_AS_BYTES[planes] else planes
 
     def shapes(self, layout: Layout, form: int, groups: int) -> list[Shape]:
-        """Return the shapes for `groups` groups of rows, in the order in which they are tried.
+        """Return the shapes of tiles for `groups` groups of rows, in the order in which they are tried.
 
-        A tile of one group processes two groups in turn.
+        A shape of one group is used twice if there are two groups.
         """
         shapes = list(self._tiles_of(form))
         if groups == 1:
@@ -93,7 +104,7 @@ class InstructionSet:
         return wide + [shape for shape in shapes if shape.columns < wide[-1].columns]
 
     def unpacks_strips(self, layout: Layout, form: int) -> bool:
-        """Return True if a prompt's weights are unpacked once for many tiles: if each tile would spend long on it."""
+        """Return True if a prompt's weights are unpacked once for many tiles (`strips`): if unpacking takes long."""
         if self.may_use_matrices(layout):
             return False
         widest, steps = self._tiles_of(form)[0], layout.unpacking_steps

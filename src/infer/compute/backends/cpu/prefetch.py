@@ -1,6 +1,7 @@
-"""Prefetching of memory while something else is computed.
+"""Prefetches: a kernel asks for memory that it will read soon, while it computes.
 
-A core's own prefetcher stops at the end of each page, and starts again with each head: docs/dev/log.md.
+A core's own prefetcher stops at the end of each page, and starts again with each head: docs/dev/log.md. Prefetches
+change no result. Their addresses may lie outside of any memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,15 +33,18 @@ def prefetch(b: Builder, where: Value, num_bytes: int) -> None:
 
 @final
 class Ahead:
-    """How far ahead to prefetch: bytes from the record that a tile reads now to the one it reads `num_bytes` later.
+    """The prefetch distance of a tile: bytes from the record that it reads now to one that it reads `num_bytes` later.
 
-    A tile of one group reads its groups one after the other, so the distance is constant. A tile of two groups reads
+    A tile of one group reads its groups one after the other, so the distance is `num_bytes`. A tile of two groups reads
     two neighbouring groups at the same time, then the next two. So near a group's end the distance also passes over the
     other group.
     """
 
     def __init__(self, b: Builder, streams: Sequence[Value], num_bytes: int) -> None:
-        """Emit what is the same for all records. `streams` are the addresses of one group or of two neighbours."""
+        """Emit the parts of the distance that are the same for all records of a tile.
+
+        `streams` are the addresses of one group, or of two neighbouring groups.
+        """
         self._b, self._near, self._border = b, constant(I64, num_bytes), None
         if len(streams) == 2:
             self._group_bytes = b.sub(streams[1], streams[0])
@@ -49,7 +53,10 @@ class Ahead:
             self._near = b.add(self._near, passed)
 
     def of(self, record: Value) -> Value:
-        """Emit the distance in bytes for a record of the first group, which is that of the other group's record too."""
+        """Emit the distance in bytes, an i64, for the address of a record of the first group.
+
+        The second group has the same.
+        """
         if self._border is None:
             return self._near
         is_near = self._b.icmp_unsigned("<", record, self._border)
@@ -57,17 +64,19 @@ class Ahead:
 
 
 def begin_region(b: Builder, where: Value) -> Value:
-    """Emit a variable that holds the address to prefetch next while a region is computed. It begins at `where`."""
+    """Emit an i64 variable with the address that the region's loops prefetch next. It begins at `where`."""
     variable = cgutils.alloca_once(b, I64)
     b.store(where, variable)
     return variable
 
 
 def make_loop_prefetch(b: Builder, at: Value, num_bytes: int, width: int, columns: Value) -> LoopPrefetch:
-    """Return an emitter of the prefetch of one iteration of a tile's loop, which advances the region's variable `at`.
+    """Return an emitter of the prefetches of one iteration of a tile's loop.
 
-    The loop reads `num_bytes` per iteration for a tile of `width` columns. An iteration advances by num_bytes × width /
-    columns, rounded up, so that all columns of the region together prefetch each byte once.
+    They advance the variable `at` of the region.
+
+    An iteration reads `num_bytes` bytes for a tile of `width` columns. It advances the variable by num_bytes × width /
+    columns, rounded up. So all columns of the region together prefetch each byte once.
     """
     step = b.udiv(b.add(constant(I64, num_bytes * width - 1), columns), columns)
 

@@ -40,10 +40,10 @@ def project(
     weights: Tensor | None = None,
     factors: tuple[Tensor, int] | None = None,
 ) -> None:
-    """Append project(norm(x)), stored as `matmul.make_store` defines for the kind. `to` is out and its first column.
+    """Append the commands of projection(norm(x)). Results go to f32 `to[0]`, from column `to[1]` on, as `kind` says.
 
-    `weights` has what each row is multiplied by, if the kind is "weighted". `factors` and their first column are for
-    the kinds that gate them.
+    `matmul.make_store` defines the kinds. `of_logits`: only the tokens with logits. `weights`, f32 [slots], multiply
+    rows of the kind "weighted". `factors` are the f32 matrix, and its first column, that a "gate_…" kind gates.
     """
     function = compiled_address(".matmul.matmul:make_store", EPILOGUE, kind)
     sources: dict[int, dict[str, int]] = {}

@@ -31,7 +31,7 @@ _WITHIN_A_LAYER = ("attend", "keys", "conv", "delta_net")
 
 
 class Run(ABC):
-    """A table being made. It may be run with at most `capacity` tokens and `max_logits` logits."""
+    """A table of commands being made. It may be run with at most `capacity` tokens and `max_logits` logits."""
 
     def __init__(self, capacity: int, max_logits: int) -> None:
         self.capacity, self.max_logits = capacity, max_logits

@@ -97,7 +97,7 @@ def store(b: Builder, where: Value, value: Value, align: int = 1) -> None:
 
 
 def load_first(b: Builder, where: Value, type_: ir.VectorType, count: int) -> Value:
-    """Load the first elements of a vector. The others are zero, and not read."""
+    """Load the first `count` elements of a vector, without alignment. The others are zero, and are not read."""
     mask = ir.Constant(ir.VectorType(ir.IntType(1), type_.count), [index < count for index in range(type_.count)])
     name = f"masked.load.v{type_.count}{type_.element.intrinsic_name}.p0"
     return call(b, name, type_, pointer(b, where, type_), constant(I32, 1), mask, constant(type_, 0))
@@ -233,14 +233,20 @@ E4M3_BY_HALF = 256  # quotient of an E4M3 number and its half, whose exponent ha
 
 @operation(types.uint16, types.uint8)
 def half_of_e4m3(b: Builder, code: Value) -> Value:
-    """Return the f16 with the sign, exponent and mantissa of an E4M3 number, or of several. NaN is not kept."""
+    """Return the f16 with the sign, exponent and mantissa bits of an E4M3 number, or of a vector of them.
+
+    The number is E4M3_BY_HALF times the f16. NaN is not kept.
+    """
     bits = _as_many(code, I16)
     return b.and_(b.shl(b.sext(code, bits), constant(bits, 7)), constant(bits, -0x4001))
 
 
 @operation(types.uint16, types.float32)
 def narrow_f16(b: Builder, x: Value) -> Value:
-    """Return x rounded to nearest, ties to even. Beyond the largest half it is the largest. A NaN stays NaN."""
+    """Return the bits of x as f16, rounded to nearest, ties to even. Beyond the largest f16 it is the largest.
+
+    A NaN stays NaN. x is a float or a vector.
+    """
     wide_int, bits, x = _as_many(x, I32), _as_many(x, I16), _saturated(b, x, 65504.0)
     if has_half_conversion():
         return b.bitcast(b.fptrunc(x, _as_many(x, F16)), bits)
@@ -261,7 +267,10 @@ def narrow_f16(b: Builder, x: Value) -> Value:
 
 @operation(types.uint16, types.float32)
 def narrow_bf16(b: Builder, x: Value) -> Value:
-    """Return x rounded to nearest, ties to even. Beyond the largest number it is the largest. A NaN stays NaN."""
+    """Return the bits of x as bf16, rounded to nearest, ties to even. Beyond the largest bf16 it is the largest.
+
+    A NaN stays NaN. x is a float or a vector.
+    """
     return _round_bf16(b, _saturated(b, x, (2 - 2.0**-7) * 2.0**127))
 
 
@@ -387,7 +396,7 @@ for _key, _methods in _OPERATORS.items():
 
 
 def _reduce(b: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """Combine lane i with lane i + 8, then 4, 2, 1: a fixed tree."""
+    """Combine lane i with lane i + 8, then i + 4, i + 2, i + 1: a fixed tree, so that sums have one order."""
     step = LANES // 2
     while step:
         order = ir.Constant(I32X16, [(lane + step) % LANES for lane in range(LANES)])
@@ -417,7 +426,7 @@ def nearest_i32(b: Builder, x: Value) -> Value:
 
 @operation(i32x16, i32x16)
 def shift_round_8(b: Builder, x: Value) -> Value:
-    """Return x / 256, rounded: x − 256 × the result fits a signed byte."""
+    """Return round(x / 256), i32 × 16. So x − 256 × the result fits a signed byte."""
     return b.ashr(b.add(x, constant(I32X16, 128)), constant(I32X16, 8))
 
 

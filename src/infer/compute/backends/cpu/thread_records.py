@@ -111,7 +111,7 @@ def integers(count: int) -> Words:
 
 
 def fields_of(record: npt.NDArray[Any]) -> Any:
-    """Return the same memory as attributes, by the names of the record's fields.
+    """Return a record's memory as a ctypes structure, whose attributes are the record's fields.
 
     Between two runs Python's code is cold, and numpy's index takes ten times as long.
     """

@@ -1,9 +1,9 @@
-"""The order in which weights are read from memory, and the prefetch distance, by a core's maker.
+"""How weights are read from memory on each maker's cores: the order of groups, and the prefetch distance.
 
-The instruction set does not matter, and no bit changes. A stream is a group of 16 rows, record by record. Zen's
-prefetchers follow one stream from page to page, and handle two streams badly. Up to Zen 4 other prefetches delay them.
-Zen 5's are too late for tiles that consume records quickly, and those of other cores stop at each page's end:
-docs/dev/log.md.
+A stream is a group of 16 rows, record by record. A tile reads one stream, or two at the same time. Zen's prefetchers
+follow one stream from page to page, and handle two streams badly. Up to Zen 4 other prefetches delay them. Zen 5's are
+too late for tiles that consume records quickly. The prefetchers of other cores stop at each page's end:
+docs/dev/log.md. The instruction set does not matter, and no bit changes.
 """
 
 from functools import cache
@@ -14,9 +14,10 @@ _NEAR, FAR = 512, 16384
 
 @cache
 def most_by_one_stream(*, is_float: bool) -> int:
-    """Return up to how many tokens weights are read faster group by group, for any compilation target.
+    """Return the largest number of tokens for which weights are read faster in one stream than in two.
 
-    Zen reads one stream faster than two. With more tokens, two groups that share activations are faster.
+    It is 0 if two are always at least as fast. Zen reads one stream faster than two. With more tokens, two groups that
+    share activations are faster.
     """
     if not _core_name().startswith("znver"):
         return 0
@@ -35,14 +36,14 @@ def halves_vectors() -> bool:
 
 
 def way_of_reading() -> str:
-    """Return a name for what this file says of the cores: two streams, or one with a near or a far prefetch."""
+    """Return "two" (streams), or "near" or "far" (one stream, with this prefetch distance), for this machine."""
     if not _core_name().startswith("znver"):
         return "two"
     return "near" if prefers_near() else "far"
 
 
 def bytes_ahead(groups: int, columns: int) -> int:
-    """Return the prefetch distance of a tile, in bytes after a record.
+    """Return the prefetch distance of a tile of `groups` × `columns`: bytes from the record that it reads now.
 
     Tiles of many tokens wait for products, not for memory.
     """

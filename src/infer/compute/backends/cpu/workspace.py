@@ -30,9 +30,9 @@ Buffers = dict[tuple[str, int], int]  # role and size → bytes
 
 
 def groups_per_unit(num_groups: int, num_threads: int, *, is_pair: bool) -> int:
-    """Return how many groups a thread takes together: two, which a tile computes together, if there are enough.
+    """Return the number of groups of rows that a thread takes at a time: 2 if there are enough, else 1.
 
-    A pair is gate's groups with up's.
+    A tile computes two groups together. `is_pair` is for gate and up, whose groups are computed with each other.
     """
     return 2 if (num_groups % 2 == 0 if is_pair else num_groups >= GROUPS_PER_THREAD * num_threads) else 1
 
@@ -55,7 +55,10 @@ def add_apart(layer: Layer) -> bool:
 
 
 def merged(types: Sequence[str], rows: Sequence[int]) -> list[list[int]]:
-    """Return which parts of a projection are packed together: neighbours of one type, if groups of rows allow it."""
+    """Return the indices of a projection's parts that are packed as one matrix: neighbours of one type.
+
+    A part whose number of rows is not a multiple of 16 is packed by itself.
+    """
 
     def key(index: int) -> tuple[str, int]:
         return types[index], -1 if rows[index] % LANES == 0 else index

@@ -49,7 +49,10 @@ def project(
     softcap: float = 0.0,
     logit_indices: Tensor | None = None,
 ) -> Tensor:
-    """Write project(norm(x)) to out, add it to out, or write softcap × tanh(it / softcap). Return out."""
+    """Write project(norm(x)) to out, add it to out, or write softcap × tanh(it / softcap), by `epilogue`. Return out.
+
+    x is f32 [tokens, in_features] and out f32 [tokens, columns]. With `logit_indices`, only these tokens are projected.
+    """
     axis: Axis = "tokens" if logit_indices is None else "logits"
     sources: dict[int, Tensor] = {}
     column = 0
@@ -87,7 +90,7 @@ def packed(weight: Weight) -> PackedWeight:
 
 
 def vector(run: Run, norm: Norm | None) -> Any:
-    """Return the weights of a norm, as an argument."""
+    """Return a norm's weights, f32 [features], as an argument of a launch; None without a norm."""
     return None if norm is None else run.constant(norm.weight.float().contiguous())
 
 
@@ -165,7 +168,10 @@ class Operations:
             return Activations(project(run, x, norm, projection, out))
 
     def attend(self, qkv: Activations, heads: Heads, layer: LayerCache, step: Step) -> Activations:
-        """Return the attended values. A work group has a head of a token, also to rotate and to append it."""
+        """Return the attended values, f32 [tokens, heads × dim], after the step's keys and values are appended.
+
+        A work group computes one head of one token, in both kernels: `rotate_append` and `attend`.
+        """
         features, pages, rope = heads.num_heads * heads.head_dim, layer.pages, heads.rope
         has_far = pages.last_position is not None and rope is not None
         macros = {"HEAD_DIM": heads.head_dim, f"KV_{layer.kv_type}": 1}

@@ -46,7 +46,11 @@ from infer.serving.server.routes.tokens import count_prompt
 
 @final
 class Choices:
-    """The choices of a request: for each prompt a group of answers (`requests.answer.Answer`), which load torch."""
+    """The answers to one body: n choices for each prompt.
+
+    They begin, are read as deltas or as results, and are cancelled. Each is a `requests.answer.Answer`, which loads
+    torch.
+    """
 
     def __init__(self, request: ApiRequest, groups: Sequence[Sequence[Any]], *, is_answered: bool) -> None:
         self._call, self._state, self._is_answered = request.call, request.server, is_answered

@@ -50,13 +50,13 @@ _LEAST_OF_FEW, _LEAST_OF_MANY = 1 << 13, 1 << 17  # weight of what a thread take
 
 @njit
 def _whole_chunks(args, row, slot):
-    """Return the number of chunks before that of the slot, if a token sees all of them; else 0."""
+    """Return the number of chunks before the slot's, if a token there sees all of them; else 0."""
     return 0 if args.windows[row] != 0 else slot // CHUNK
 
 
 @njit
 def _common_chunks(args, row, other, most):
-    """Return how many of their first `most` chunks two rows have in the same pages."""
+    """Return how many of the first `most` chunks of two rows lie in the same pages."""
     left, right, page = args.table + args.table_stride * row, args.table + args.table_stride * other, 0
     while page << args.page_bits < most * CHUNK and left[page] == right[page]:
         page += 1
@@ -65,10 +65,10 @@ def _common_chunks(args, row, other, most):
 
 @njit
 def prefix_at(args, state, token):
-    """Return (the token after the shared rows, the number of shared chunks).
+    """Return (end, num_chunks): the runs of [token, end) share the pages of their first `num_chunks` chunks.
 
-    The rows are the run that begins here and the runs after it that share as many first chunks, as long as their
-    queries fit. A single run, and one of many queries, shares 0 chunks.
+    The runs are those of consecutive rows, as many as their queries fit into one set of columns. A single run shares 0
+    chunks, and so does one of many queries.
     """
     row, run, slot = run_at(args, state, token, state.num_tokens)
     end, num_chunks, most = token + run, 0, 0 if is_for_many(args, run) else _whole_chunks(args, row, slot)
@@ -83,7 +83,10 @@ def prefix_at(args, state, token):
 
 
 class _Span(NamedTuple):
-    """Neighbouring tokens × the chunks that all of them see: numbers `first` to `end` of the chunks that a row sees."""
+    """Neighbouring tokens × chunks that all of them see.
+
+    Chunks are numbered among those that the row sees: `nth_chunk`.
+    """
 
     row: int
     slot: int  # of the first token
@@ -94,9 +97,13 @@ class _Span(NamedTuple):
 
 
 def make_attend_few(kv_type: str) -> Callable[..., None]:
-    """Return the command for steps whose chunks are divided among threads, and for runs of few queries in other steps.
+    """Return the command for runs of few queries.
 
-    If chunks are divided, it stores their partials for `finish` to merge. It sets `needs_merge` of its thread.
+    It also serves all runs of a step whose chunks are divided among threads.
+
+    It reads the cache and `q` or `queries`. If chunks are divided, it writes `partials`, f32 [heads, SPLIT_TOKENS,
+    num_chunks, dim + 16], which `finish` merges, and sets `needs_merge` of its thread. Otherwise it writes `out`, f32
+    [tokens, out_heads × dim], and the activation records at `quantized` if a head is whole blocks of 32.
     """
     attend_queries, attend_span = _make_attend_queries(kv_type, False), _make_attend_span(kv_type)
 
@@ -131,9 +138,10 @@ def make_attend_few(kv_type: str) -> Callable[..., None]:
 
 
 def _make_attend_span(kv_type: str) -> Any:
-    """Return attend(span, args, state, thread, item, share).
+    """Return attend(span, args, state, thread, item, share), for steps whose chunks are divided among threads.
 
-    It computes the partials of the thread's share of the span, and returns the item after the span.
+    It writes the partials of the thread's share of the span, and returns the item after the span. Items are counted as
+    in `partition`.
     """
     partials = make_chunk_partials(kv_type, False)
 
@@ -163,7 +171,13 @@ def _make_attend_span(kv_type: str) -> Any:
 
 
 def make_attend_many(kv_type: str) -> Callable[..., None]:
-    """Return the command for runs of many queries, as in a prompt, if cached blocks are not f32."""
+    """Return the command for runs of many queries, as in a prompt, if cached blocks are not f32.
+
+    Blocks are widened first.
+
+    It reads the cache and `q`. It writes `out`, f32 [tokens, out_heads × dim], and the activation records at
+    `quantized` if a head is whole blocks of 32.
+    """
     attend_queries = _make_attend_queries(kv_type, True)
 
     def attend_many(args, state, thread, num_threads):
@@ -178,7 +192,10 @@ def make_attend_many(kv_type: str) -> Callable[..., None]:
 
 
 def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
-    """Return attend(args, state, thread, share), for a share of the runs of many queries, or of the other runs."""
+    """Return attend(args, state, thread, share), for steps whose queries are divided among threads.
+
+    It computes the share of the runs of many queries (`for_many`), or of the other runs.
+    """
     attend_columns = _make_attend_columns(kv_type, for_many)
 
     @njit
@@ -205,9 +222,11 @@ def _make_attend_queries(kv_type: str, for_many: bool) -> Any:
 
 
 def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
-    """Return attend(columns, args, state, token, kv, num_shared, after, scratch).
+    """Return attend(columns, args, state, token, kv, num_shared, after, scratch): the outputs of one kv head's queries.
 
-    It attends for tokens from this one on, which share their first chunks.
+    The queries belong to the runs from `token` on. All these runs share their first `num_shared` chunks. It makes the
+    queries, merges their partials chunk by chunk in the thread's `scratch`, and writes `out` and `quantized`. `after`
+    is the (row, kv head, slot) that is read next.
     """
     store_queries, process_chunks = make_store_queries(kv_type), _make_process_chunks(kv_type, is_wide)
 
@@ -243,11 +262,11 @@ def _make_attend_columns(kv_type: str, is_wide: bool) -> Any:
 
 
 def _make_process_chunks(kv_type: str, is_wide: bool) -> Any:
-    """Return process(columns, args, kv, numbers, after, scratch, results).
+    """Return process(columns, args, kv, numbers, after, scratch, results), which merges chunks into results.
 
-    It merges the partials of the chunks from the first to the end number in `numbers` into the results. `after` is read
-    after them, as for `partials`. If chunks are widened, each bundle of a chunk prefetches one region of the next
-    chunk.
+    `numbers` is (first, end) among the chunks that the row sees. `results` is the address of query 0's partial, f32
+    [dim + 16] per query. Chunk 0 overwrites it, and later ones are merged. `after` is read after them, as for
+    `partials`. If chunks are widened, each bundle of a chunk prefetches one region of the next chunk.
     """
     partials, widen_chunk = make_chunk_partials(kv_type, is_wide), make_widen_chunk(kv_type)
 
@@ -289,7 +308,10 @@ def _out_of_head(args, token, head):
 
 @njit
 def _quantize_heads(args, tokens, token, head, count):
-    """Quantise `count` outputs of a token's heads, from `head` on, to activation records."""
+    """Quantise the outputs of `count` heads of a token, from `head` on, to activation records at `quantized`, if not 0.
+
+    Reads f32 at `out`. The heads must begin and end at blocks of 32.
+    """
     if args.quantized == 0:
         return
     num_records, record_bytes = args.out_heads * args.dim // BLOCK, record_size(args.form)
@@ -307,7 +329,11 @@ def _heads_of_item(args):
 
 
 def finish(args, state, thread, num_threads):
-    """Merge the partials of chunks that were divided among threads, and quantise heads that share blocks of 32."""
+    """Merge the partials of chunks that were divided among threads, and quantise heads that share blocks of 32.
+
+    Reads `partials`, f32 [heads, SPLIT_TOKENS, num_chunks, dim + 16], in the order of the chunks. Writes `out`, f32
+    [tokens, out_heads × dim], and the activation records at `quantized` if there are any.
+    """
     tokens, dim, heads = state.num_tokens, args.dim, args.num_heads
     merges = is_split(args, state, num_threads)
     result, partial_bytes, group = simd.stack(_HEAD_BYTES), 4 * (dim + LANES), heads // args.num_kv_heads

@@ -1,4 +1,8 @@
-"""Conversion of a position's key and value for the cache, to the bytes of `infer.compute.quantization.kv_layout`."""
+"""Storing a token's key and value in the cache, in the bytes that `infer.compute.quantization.kv_layout` defines.
+
+A block has 16 positions of one head. Float keys are [dim, 16 positions], float values [16 positions, dim]. q8 and q4
+have a record for each 32 dims: codes, then a scale per position, then minima for values of q4 (`cached_forms`).
+"""
 
 from typing import Any
 
@@ -22,7 +26,10 @@ mix_32 = operation(types.void, address)(emit_mix)
 
 
 def _make_store_16(kv_type: str, apart: int) -> Any:
-    """Return put(where, x), which stores 16 floats in the cache's type, each `apart` elements after the one before."""
+    """Return store(where, x), which stores f32 × 16 in the cache's type.
+
+    Elements are `apart` elements from each other.
+    """
     size = _FLOAT_BYTES[kv_type]
 
     @operation(types.void, address, simd.f32x16)
@@ -50,7 +57,10 @@ def _put(at, size, is_f16, value):
 
 
 def make_mix(kv_type: str) -> Any:
-    """Return mix(x, dim), in place: it mixes a key or a query of quantised blocks, else does nothing."""
+    """Return mix(x, dim), which rotates f32 [dim] by Hadamard matrices of 32 dims, in place, for quantised types.
+
+    For other types it does nothing. `emit_mix` has the definition.
+    """
     is_mixed = kv_type in QUANTIZED
 
     @njit
@@ -63,7 +73,11 @@ def make_mix(kv_type: str) -> Any:
 
 
 def make_prepare_query(kv_type: str) -> Any:
-    """Return prepare(x, dim), in place: it mixes a query as keys are mixed, or rounds it to the bf16 of its pairs."""
+    """Return prepare(x, dim), which brings a query, f32 [dim], into the form that scores read, in place.
+
+    For quantised types it mixes the query as keys are mixed. For `BF16_PAIRS` it stores bf16 [dim] in the first half.
+    For other types it does nothing.
+    """
     if kv_type != BF16_PAIRS:
         return make_mix(kv_type)
 
@@ -76,8 +90,9 @@ def make_prepare_query(kv_type: str) -> Any:
 
 
 def make_store_key(kv_type: str) -> Any:
-    """Return put(block, lane, dim, x), which stores the key of `dim` floats at x, mixed, as the block's position
-    `lane`.
+    """Return store(block, lane, dim, x), which stores a key as position `lane`, 0 to 15, of a block of keys.
+
+    It reads f32 [dim] at `x`, which must be mixed already, and writes only the position's bytes of the block.
     """
     if kv_type in QUANTIZED:
         return _make_store_codes(_quantize_8, KEYS[kv_type], 1, LANES)
@@ -85,7 +100,10 @@ def make_store_key(kv_type: str) -> Any:
 
 
 def make_store_value(kv_type: str) -> Any:
-    """Return put(block, lane, dim, x), which stores a value as the block's position `lane`."""
+    """Return store(block, lane, dim, x), which stores a value as position `lane`, 0 to 15, of a block of values.
+
+    It reads f32 [dim] at `x`, and writes only the position's bytes of the block.
+    """
     if kv_type in QUANTIZED:
         quantize, form = _quantize_8 if kv_type == "q8" else _quantize_4, VALUES[kv_type]
         return _make_store_codes(quantize, form, form.codes_bytes // LANES, 1)
@@ -93,9 +111,11 @@ def make_store_value(kv_type: str) -> Any:
 
 
 def _make_store_floats(kv_type: str, apart: int) -> Any:
-    """Return put for float types. An element of a position is `apart` elements after the previous one.
+    """Return store(block, lane, dim, x) for float types.
 
-    `apart` is 16 if positions are neighbours (keys), or 1 (values).
+    The elements of a position are `apart` elements from each other.
+
+    `apart` is 16 for keys, [dim, 16 positions], and 1 for values, [16 positions, dim].
     """
     size, is_f16, store_16 = _FLOAT_BYTES[kv_type], kv_type == "f16", _make_store_16(kv_type, apart)
 
@@ -111,7 +131,12 @@ def _make_store_floats(kv_type: str, apart: int) -> Any:
 
 
 def _make_store_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: int) -> Any:
-    """Return put for codes. Byte i of a position's codes is at lane × lane_bytes + i × byte_bytes of each record."""
+    """Return store(block, lane, dim, x) for q8 and q4.
+
+    `quantize` makes the codes and stores the scale (and the minimum).
+
+    Byte i of a position's codes is at lane × `lane_bytes` + i × `byte_bytes` of each record.
+    """
     codes_bytes, record_bytes = form.codes_bytes, form.record_bytes
     bytes_per_lane = codes_bytes // LANES
 
@@ -129,7 +154,7 @@ def _make_store_codes(quantize: Any, form: Form, lane_bytes: int, byte_bytes: in
 
 @njit
 def _quantize_8(x, codes, scale_at):
-    """Quantise 32 floats at x to 32 bytes of codes and the f16 scale."""
+    """Quantise f32 [32] at x. Write i8 [32] at `codes`, and the f16 scale, max |x| / 127, at `scale_at`."""
     first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(simd.absolute(first), simd.absolute(second)))
     bits = simd.narrow_f16(largest / np.float32(127))
@@ -144,7 +169,11 @@ def _quantize_8(x, codes, scale_at):
 
 @njit
 def _quantize_4(x, codes, scale_at):
-    """Quantise 32 floats at x to 16 bytes of codes, the f16 scale and, 32 bytes after it, the f16 minimum."""
+    """Quantise f32 [32] at x. Write 32 codes of 4 bits at `codes`, the f16 scale and the f16 minimum.
+
+    The codes are 16 bytes: byte i has dim i in its low half, and dim i + 16 in its high half. The scale is (max − min)
+    / 15, at `scale_at`. The minimum is 32 bytes after it.
+    """
     first, second = simd.load_f32(x), simd.load_f32(x + 64)
     largest = simd.max_f32(simd.maximum(first, second))
     minus = simd.splat_f32(np.float32(-1))

@@ -54,7 +54,7 @@ def _bf16(b: Builder, where: Value) -> Value:
 
 
 def _pair(b: Builder, first: Value, second: Value) -> Value:
-    """Load two rows of bf16 as the low and the high halves of 16 i32."""
+    """Load 16 bf16 at `first` and 16 at `second` as pairs: i32 × 16, the first in the low halves."""
     low, high = (b.zext(load(b, row, I16X16, 2), I32X16) for row in (first, second))
     return b.or_(low, b.shl(high, constant(I32X16, 16)))
 
@@ -85,12 +85,12 @@ class Form:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes from 16 dims of a position's value, or of a pair of positions, to the next 16."""
+        """Bytes from 16 dims of a value to the next 16 dims of the same position, or of the same pair of positions."""
         return self.row_bytes * (self.depth if self.is_paired else 1)
 
     @property
     def codes_bytes(self) -> int:
-        """Bytes of a record's codes."""
+        """Bytes of the codes of a record: 32 rows of 16."""
         return _ROWS * self.row_bytes
 
     @property
@@ -103,24 +103,27 @@ class Form:
         return self.record_bytes // _ROWS
 
     def load_step(self, b: Builder, where: Value, row_apart: Value) -> Value:
-        """Load the row of a step, or a pair with the row that is `row_apart` bytes after it."""
+        """Load the operand of one step of a product: the row at `where` as floats, or pairs of bf16 with the next row.
+
+        The next row is `row_apart` bytes after the first one, unless rows are stored as pairs.
+        """
         if self.depth == 1 or self.is_paired:
             return self.load(b, where)
         return _pair(b, where, b.add(where, row_apart))
 
     def load_factor(self, b: Builder, where: Value) -> Value:
-        """Load what multiplies a step of a query or of weights: a float or a pair, in all lanes."""
+        """Load the factor of one step, in all 16 lanes: an f32 of a query or of softmax weights, or a pair of bf16."""
         return simd.broadcast(b, where) if self.depth == 1 else simd.splat(b, load(b, where, I32, 4))
 
     def load_element(self, b: Builder, where: Value) -> Value:
-        """Load one element of a form of floats."""
+        """Load one element of a form of floats as an f32. `where` is its address."""
         if self.row_bytes == 64:
             return simd.load_scalar_f32(b, where)
         bits = simd.load_u16(b, where)
         return simd.widen_f16(b, bits) if self.load is _f16 else simd.widen_bf16(b, bits)
 
     def load_half(self, b: Builder, record: Value, position: Value, half: Value) -> Value:
-        """Load the first or the second 16 of a value's 32 codes."""
+        """Load 16 of a position's 32 codes in a record of values, as f32 × 16. `half` is 0 or 1, known at run time."""
         if not self.has_nibbles:
             row = b.add(multiply(b, position, 2), half)
             return self.load(b, b.add(record, multiply(b, row, self.row_bytes)))
@@ -158,7 +161,11 @@ VALUES = _with_widened(_FLOATS | {"q8": _CODES, "q4": _NIBBLES})
 
 
 def make_widen(form: Form, *, of_keys: bool) -> Any:
-    """Return widen(blocks, dim, count, to), which widens `count` blocks to f32, or pairs their rows."""
+    """Return widen(blocks, dim, count, to), which widens `count` contiguous blocks of 16 positions.
+
+    It reads blocks of `form` at `blocks`. It writes blocks of the form "wide …" at `to`: the same order in f32, or
+    pairs of rows of bf16. The two pieces of memory must not overlap.
+    """
 
     @operation(types.void, *(address,) * 4)
     def widen(b: Builder, blocks: Value, dim: Value, count: Value, to: Value) -> None:
@@ -180,7 +187,11 @@ def _widen_rows(b: Builder, form: Form, rows: Value, count: Value, to: Value) ->
 
 
 def _pair_rows(b: Builder, form: Form, rows: Value, count: Value, rows_apart: Value, to: Value) -> None:
-    """Store the pairs of rows that are so many rows apart. The pairs have the order of their first rows."""
+    """Store `count` rows of bf16 as pairs of a row and the row that is `rows_apart` rows after it.
+
+    The pairs have the order of their first rows. Keys pair neighbouring dims. Values pair neighbouring positions, which
+    are dim / 16 rows apart.
+    """
     apart = multiply(b, rows_apart, form.row_bytes)
     with cgutils.for_range(b, b.udiv(count, multiply(b, rows_apart, 2))) as group:
         first = b.mul(group.index, multiply(b, apart, 2))

@@ -1,6 +1,7 @@
-"""Products with a chunk's keys and values: scores of queries, sums of p × values.
+"""Products with the keys and values of a chunk of 256 slots: scores of queries, and sums of softmax weights × values.
 
-Blocks are read as they are cached, or widened for many queries.
+A chunk may span pages, so it is computed run by run: a run is contiguous in memory. Blocks are read as they are cached,
+or widened once for many queries.
 """
 
 from typing import Any
@@ -16,8 +17,10 @@ from infer.compute.backends.cpu.simd import load_scalar_f32, store_scalar_f32
 
 
 def make_widen_chunk(kv_type: str) -> Any:
-    """Return widen(args, row, kv, chunk, parts, to): it widens the blocks of a chunk's parts, each to its place in the
-    chunk.
+    """Return widen(args, row, kv, chunk, parts, to), which widens the blocks of a chunk's `parts`.
+
+    It reads the blocks of kv head `kv` in the cache. It writes keys from `to` on, and values `WIDE_BYTES` × dim bytes
+    later. Each block goes to its place in the chunk, so blocks outside the parts are left out.
     """
     wide, block_at = f"wide {kv_type}", make_block_at(kv_type)
     widen_keys, widen_values = make_widen(KEYS[kv_type], of_keys=True), make_widen(VALUES[kv_type], of_keys=False)
@@ -39,11 +42,12 @@ def make_widen_chunk(kv_type: str) -> Any:
 
 
 def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
-    """Return scores(columns, args, kv, chunk, parts, wide, out, after), of a chunk's parts, as [column, 256].
+    """Return scores(columns, args, kv, chunk, parts, wide, out, after), which stores the scores of a chunk's `parts`.
 
-    If sinks have queries of their own, they are a part by themselves. Wide blocks are read from `wide`, and the keys at
-    `after`, a (row, kv head, slot), are prefetched meanwhile. Otherwise the next keys are prefetched, then the chunk's
-    values.
+    It reads the queries, f32 [column, dim], and keys in the cache, or widened ones at `wide`. It writes f32 [column,
+    256] at `out`. Slots that a query does not see get a score, too: `_mask_and_maximum` masks them. If sinks have
+    queries of their own, those are used for the part [0, gap). Wide: the keys at `after`, a (row, kv head, slot), are
+    prefetched meanwhile. Otherwise the next keys are prefetched, then the chunk's values.
     """
     form, block_at = KEYS[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
     score_run, key_bytes = make_score_run(form, KEYS[kv_type] if is_wide else None), form.dim_bytes
@@ -72,11 +76,12 @@ def make_chunk_scores(kv_type: str, is_wide: bool) -> Any:
 
 
 def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
-    """Return add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after).
+    """Return add(columns, args, kv, chunk, parts, seen, p, wide, out, stride, after): Σ p × value of a chunk.
 
-    It adds Σ p × values over a chunk's parts to out[column]. Only [0, sinks) and [.., high) of them count. The
-    additions over positions are one chain. Meanwhile it prefetches keys, or values if blocks are wide: `after` is their
-    (row, kv head, slot).
+    It reads the weights `p`, f32 or bf16 with 256 × 4 bytes per column, and values in the cache, or widened ones at
+    `wide`. It adds to `out`, f32 [column, dim], with `stride` bytes from column to column. Only slots in [0, sinks) and
+    below high count, `seen` being (sinks, high). The additions over positions are one chain. Meanwhile it prefetches
+    the keys at `after`, a (row, kv head, slot), or its values if blocks are wide.
     """
     form, block_at = VALUES[f"wide {kv_type}" if is_wide else kv_type], make_block_at(kv_type)
     add_value_run = make_add_value_run(form, VALUES[kv_type] if is_wide else None)
@@ -108,7 +113,10 @@ def make_add_chunk_values(kv_type: str, is_wide: bool) -> Any:
 
 
 def _make_add_rest(form: Form) -> Any:
-    """Return add for the dims beyond the whole vectors. Heads of codes have none."""
+    """Return add(num_columns, p, dim, values, num_positions, out, stride), for the dims after the last whole vector.
+
+    Forms of codes have no such dims.
+    """
     float_value = make_float_value(form)
 
     @njit

@@ -1,8 +1,10 @@
-"""Partials of a chunk of slots for neighbouring queries: (largest score m, Σ e^(s − m), Σ e^(s − m) v) of each.
+"""Partial results of attention: those of one chunk of 256 slots, for neighbouring queries.
 
-A query's partial has the same bits whatever its neighbours are. Queries share the blocks that are read, and slots that
-a query does not see count as e^−∞ = 0. A query's partials are merged in the order of the chunks. A partial is stored as
-dim floats of the last sum, then m, then the first sum.
+    partial of a query and a chunk, f32 [dim + 2]:   Σ e^(s − m) v  [dim]  |  m  |  Σ e^(s − m)
+
+s is a score, m the largest score, v a value. A query's partial has the same bits whatever its neighbours are. Queries
+share the blocks that are read, and slots that a query does not see count as e^−∞ = 0. A query's partials are merged in
+the order of the chunks.
 """
 
 from functools import cache
@@ -33,9 +35,10 @@ _NEVER = np.float32(-np.inf)
 
 @njit
 def seen_of_run(args, row, chunk, first_slot, last_slot):
-    """Return (sinks, low, high).
+    """Return (sinks, low, high) of a chunk, for a row's tokens from slot `first_slot` to slot `last_slot`.
 
-    [0, sinks) and [low, high) include the slots of a chunk that tokens from one slot to another see.
+    Every slot of the chunk that one of these tokens sees is in [0, sinks) or [low, high). Slots are relative to the
+    chunk.
     """
     sinks, low, _ = seen_of_chunk(args, row, chunk, first_slot)
     return sinks, low, seen_of_chunk(args, row, chunk, last_slot)[2]
@@ -43,9 +46,11 @@ def seen_of_run(args, row, chunk, first_slot, last_slot):
 
 @njit
 def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
-    """Cap and mask the scores of a chunk's parts in place, and return the largest.
+    """Softcap and mask one query's scores of a chunk in place, and return the largest.
 
-    If some scores are NaN it is any of the scores, because e^(s − m) is NaN then. It is NaN if all of them are.
+    `scores` is the address of f32 [256]. `parts` is what `parts_of_chunk` returns: only these blocks are read and
+    written. Slots outside [0, sinks) and [low, high) get −inf. If some scores are NaN, any of the scores is returned,
+    because e^(s − m) is NaN then. If all are NaN, NaN is returned.
     """
     gap, first, end = parts
     largest = splat_f32(_NEVER)
@@ -69,21 +74,22 @@ def _mask_and_maximum(scores, parts, sinks, low, high, softcap):
 
 @njit(forceinline=True)
 def _keep_f32(weights, at, p):
-    """Store the 16 weights of a column from position `at` on, and return what is stored."""
+    """Store 16 weights, f32, from position `at` on, and return them."""
     store_f32(weights + 4 * at, p)
     return p
 
 
 @njit(forceinline=True)
 def _keep_bf16(weights, at, p):
+    """Store 16 weights in bf16 from position `at` on, and return the stored values as floats."""
     return simd.keep_bf16(weights + 2 * at, p)
 
 
 def _make_exponentials(kv_type: str) -> Any:
-    """Return exponentials(scores, parts, m).
+    """Return exponentials(scores, parts, m), which replaces one query's scores of a chunk by weights e^(s − m).
 
-    It replaces the scores of a chunk's parts by e^(s − m), in bf16 for `BF16_PAIRS`, and returns the sum of what it
-    stores.
+    It reads f32 [256] at `scores`. It writes f32 [256], or bf16 [256] for `BF16_PAIRS`, and returns the sum of the
+    stored weights. Only the blocks of `parts` are read and written.
     """
     keep = _keep_bf16 if kv_type == BF16_PAIRS else _keep_f32
 
@@ -110,10 +116,11 @@ def _make_exponentials(kv_type: str) -> Any:
 
 
 def _make_softmax(kv_type: str) -> Any:
-    """Return softmax(columns, args, chunk, parts, scores, out, stride).
+    """Return softmax(columns, args, chunk, parts, scores, out, stride), the first half of the partials of a chunk.
 
-    It replaces scores by e^(s − m), stores m and the sum in the partials, and sets the partials' last sums to 0. All
-    maxima are computed first: a sum waits for its own maximum, but not for the next one.
+    It replaces `scores`, f32 [column, 256], by weights. It writes m, Σ e^(s − m) and `dim` zeros to each column's
+    partial, which is `stride` bytes after the partial of the column before, from `out` on. All maxima are computed
+    first: a sum waits for its own maximum, but not for the next one.
     """
     exponentials = _make_exponentials(kv_type)
 
@@ -135,7 +142,15 @@ def _make_softmax(kv_type: str) -> Any:
 
 
 class Columns(NamedTuple):
-    """Queries [first, first + num) of neighbouring tokens. The first token, to which query 0 belongs, is at `slot`."""
+    """The queries of one kv head that are computed together. Query i of a run of tokens belongs to token i // group.
+
+    Attributes:
+        row: The cache row of all these tokens.
+        slot: The slot of the token to which query 0 belongs.
+        first: Number of the first query.
+        num: Number of queries.
+        queries: Address of the first query, f32 [num, dim].
+    """
 
     row: int
     slot: int
@@ -146,10 +161,10 @@ class Columns(NamedTuple):
 
 @njit
 def parts_for(columns, args, chunk):
-    """Return the slots of a chunk that any of the queries sees.
+    """Return the slots of a chunk that any of the queries sees, as (parts, (sinks, high)).
 
-    They are the parts as `parts_of_chunk` gives them, and (sinks, high). Slots below `sinks` are seen, and those from
-    the window's start up to `high`.
+    `parts` is what `parts_of_chunk` returns. Slots are relative to the chunk. A query may see slots below `sinks`, and
+    slots from its window's start up to `high`.
     """
     group = args.num_heads // args.num_kv_heads
     first_slot = columns.slot + columns.first // group
@@ -160,10 +175,12 @@ def parts_for(columns, args, chunk):
 
 @cache
 def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
-    """Return partials(columns, args, kv, chunk, scratch, out, stride, after).
+    """Return partials(columns, args, kv, chunk, scratch, out, stride, after), for one chunk and one kv head.
 
-    It stores partials `stride` bytes apart. `after` is the (row, kv head, slot) that is read next. Wide blocks follow
-    the scores in the scratch.
+    It reads the queries, and the chunk's keys and values in the cache, in the form of `kv_type`. If `is_wide`, it reads
+    widened blocks behind the scores in the scratch. It overwrites `scratch`: scores f32 [column, 256]. It writes a
+    partial for each column, `stride` bytes apart, from `out` on. `after` is the (row, kv head, slot) that the thread
+    reads next, for prefetches.
     """
     chunk_scores, add_chunk_values = make_chunk_scores(kv_type, is_wide), make_add_chunk_values(kv_type, is_wide)
     softmax = _make_softmax(kv_type)
@@ -180,6 +197,7 @@ def make_chunk_partials(kv_type: str, is_wide: bool) -> Any:
 
 @njit
 def clear(partial, dim):
+    """Make a partial of no slots at the address `partial`: sums of 0, and m = −inf."""
     for i in range(0, dim, LANES):
         store_upto(partial + 4 * i, dim - i, splat_f32(np.float32(0)))
     store_scalar_f32(partial + 4 * dim, _NEVER)
@@ -188,7 +206,10 @@ def clear(partial, dim):
 
 @njit
 def merge(into, partial, dim):
-    """Merge the partial of the next chunk into that of the chunks so far: the one with the smaller m is rescaled."""
+    """Merge `partial`, of the next chunk, into `into`, that of the chunks so far. Both are addresses of f32 [dim + 2].
+
+    The one with the smaller m is rescaled by e^(its m − the larger m).
+    """
     m_left, m_right = load_scalar_f32(into + 4 * dim), load_scalar_f32(partial + 4 * dim)
     if m_right == _NEVER:
         return
@@ -211,7 +232,11 @@ def merge(into, partial, dim):
 
 @njit(forceinline=True)
 def _gate(args, token, head, i):
-    """Return the factors of a head's elements from i on."""
+    """Return 16 gates of a head's outputs, for dims i to i + 15: sigmoid or softplus of the projected gates.
+
+    The gates are f32 [heads × dim] of the token, or f32 [heads] if `are_gates_of_heads`: then all lanes have the
+    head's.
+    """
     first = args.gates + args.qkv_bytes * token
     if args.are_gates_of_heads != 0:
         gate = splat_f32(load_scalar_f32(first + 4 * head))
@@ -222,9 +247,10 @@ def _gate(args, token, head, i):
 
 @njit
 def divide(partial, args, token, head, out):
-    """Store the values' sum divided by the sum of weights, and of the head's sink if it has one: attention's result.
+    """Store attention's result of one head, f32 [dim] at `out`: Σ weight × value / Σ weight, then × the token's gates.
 
-    It is multiplied by the token's gates, if there are any.
+    It reads the merged `partial`, f32 [dim + 2]. The head's sink logit, if there is one, adds e^(sink − m) to the
+    divisor.
     """
     dim, factor = args.dim, np.float32(1)
     total = load_scalar_f32(partial + 4 * dim + 4)

@@ -1,7 +1,9 @@
-"""Division of attention among threads: the queries and chunks of a step that each thread computes.
+"""Division of attention's work among threads: the queries and chunks of a step that each thread computes.
 
-The weight of a query, or of a query and a chunk, is the number of slots it is multiplied with. Threads take equal sums
-of weights, in the order of the step. Results do not depend on any of this.
+A run is a row's neighbouring tokens in a step. Its queries per kv head are numbered [token, query head of the group].
+The weight of a query, or of a query and a chunk, is the number of slots that it is multiplied with. Items of work are
+counted in weights, in the order of the step. A thread takes a share [begin, stop) of this count. Results do not depend
+on any of this.
 """
 
 from numba import njit
@@ -16,7 +18,7 @@ _FEWEST_QUERIES = 12  # of a thread: the columns of one or two tiles
 
 @njit
 def run_at(args, state, token, end):
-    """Return (row, number of its tokens from this one on and before `end`, the slot of the first)."""
+    """Return (row, number of tokens, slot of the first) of the run that begins at `token`, up to the token `end`."""
     row, run = state.rows[token], 1
     while token + run < end and state.rows[token + run] == row:
         run += 1
@@ -25,12 +27,13 @@ def run_at(args, state, token, end):
 
 @njit
 def chunks_between(args, row, first_slot, last_slot):
-    """Return how many chunks the tokens from one slot to another see something of."""
+    """Return the number of chunks of which the tokens from `first_slot` to `last_slot` of a row see some slot."""
     return last_seen(args, row, last_slot) // CHUNK + 1 - chunks_seen(args, row, first_slot)[1]
 
 
 @njit
 def nth_chunk(args, row, first_slot, number):
+    """Return the number of the nth chunk in the cache row that tokens from `first_slot` on see."""
     num_first, num_skipped = chunks_seen(args, row, first_slot)
     return number if number < num_first else number + num_skipped
 
@@ -62,7 +65,7 @@ def is_for_many(args, run):
 
 @njit
 def weight_of_chunk(args, row, run, slot, number):
-    """Return the weight of a query of a run and the nth chunk that the run sees."""
+    """Return the weight of one query of a run and the nth chunk that the run sees: slots, in whole blocks of 16."""
     chunk, last_slot = nth_chunk(args, row, slot, number), slot + run - 1
     gap, first, end = parts_of_chunk(*seen_of_run(args, row, chunk, slot, last_slot))
     return max(LANES, gap + end - first)
@@ -70,7 +73,7 @@ def weight_of_chunk(args, row, run, slot, number):
 
 @njit
 def weight_of_chunks(args, state):
-    """Return the sum of weights over the queries and chunks of a step."""
+    """Return the sum of weights over all queries and chunks of a step: the work if chunks are divided among threads."""
     total, token = 0, 0
     while token < state.num_tokens:
         row, run, slot = run_at(args, state, token, state.num_tokens)
@@ -82,7 +85,10 @@ def weight_of_chunks(args, state):
 
 @njit
 def weight_of_query(args, row, slot, right):
-    """Return the weight of each of a run's queries before `right` that are computed together."""
+    """Return the number of slots that query `right` − 1 of a run sees.
+
+    It is the weight of each query that is computed together with that one.
+    """
     return num_seen(args, row, slot + (right - 1) // (args.num_heads // args.num_kv_heads))
 
 
@@ -102,17 +108,18 @@ def weight_of_queries(args, state, for_many):
 
 @njit
 def mine(left, right, weight, item, begin, stop):
-    """Return the range of the queries [left, right) that begin in a thread's share, [begin, stop) of the weights.
+    """Return the queries [first, end) of [left, right) that begin in a thread's share [begin, stop) of the weights.
 
-    The queries' weights begin at `item`.
+    Each query has the weight `weight`, and the weights of the first one begin at `item`.
     """
     return max(left, left - (item - begin) // weight), min(right, left - (item - stop) // weight)
 
 
 @njit
 def mine_of_row(state, left, right, weight, item, begin, stop):
-    """Return `mine`, but whole tiles if there are many tokens: two threads with parts of one tile would both read its
-    keys.
+    """Return `mine`, rounded to tiles of 12 queries if the step has many tokens.
+
+    Otherwise two threads with parts of one tile would both read its keys.
     """
     if state.num_tokens <= SPLIT_TOKENS:
         return mine(left, right, weight, item, begin, stop)
@@ -123,7 +130,11 @@ def mine_of_row(state, left, right, weight, item, begin, stop):
 
 @njit
 def share_of(args, state, token, first, end, item, begin, stop):
-    """Return (left, right, the item after them): `mine_of_row` of queries [first, end) of the runs from a token on."""
+    """Return (left, right, item): a thread's queries [left, right) among [first, end), and the item after all of them.
+
+    The queries are those of one kv head, of the runs from `token` on, with query 0 at `token`. [begin, stop) is the
+    thread's share, and `item` the weight before query `first`. If the thread has none of them, left = right = end.
+    """
     group, left, right = args.num_heads // args.num_kv_heads, end, end
     while first < end:
         ahead = first // group
@@ -139,14 +150,14 @@ def share_of(args, state, token, first, end, item, begin, stop):
 
 @njit
 def first_of(args, state, token, kv):
-    """Return the (row, kv head, slot) that a head of a run reads first."""
+    """Return the (row, kv head, slot) that the run at `token` reads first for a kv head, to be prefetched."""
     row = state.rows[token]
     return row, kv, nth_chunk(args, row, slot_of(args, row, state.positions[token]), 0) * CHUNK
 
 
 @njit
 def chunk_after(args, row, kv, chunk, last_slot):
-    """Return the (row, kv head, slot) after a chunk, if chunks are divided among threads."""
+    """Return the (row, kv head, slot) that follows a chunk when chunks are divided among threads, to be prefetched."""
     slot = chunk * CHUNK
     if kv + 1 < args.num_kv_heads:
         return row, kv + 1, slot

@@ -1,7 +1,9 @@
-"""`tiles` for blocks quantised along the head: integers are converted to floats once for all columns.
+"""Scores and sums of values like those of `tiles`, for keys and values that are cached as q8 or q4.
 
-A score is summed for each record of 32 dimensions by itself, then scaled. p is multiplied by a position's scale before
-it is multiplied with codes. The minima's contribution is summed over 16 positions and added after them.
+A record has 32 dims × 16 positions of codes, 16 scales (one per position), and 16 minima for values of q4. Codes are
+converted to floats once for all columns. A score is summed over each record of 32 dims by itself, then scaled. A weight
+p is multiplied by a position's scale before it is multiplied with codes. The minima's contribution is summed over 16
+positions and added after them.
 """
 
 from collections.abc import Sequence
@@ -114,7 +116,7 @@ def emit_values(
 
 
 def _of_minima(b: Builder, form: Form, record: Value, weights: Sequence[Value], inside: Value) -> list[Value]:
-    """Return the minima's contribution of the block's first `inside` positions.
+    """Return Σ p × minimum over the block's first `inside` positions, for each column, in all 16 lanes.
 
     The values after them may be anything, even infinite or NaN.
     """

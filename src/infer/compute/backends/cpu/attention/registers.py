@@ -1,4 +1,7 @@
-"""Tiles whose sums stay in registers: the number of a machine's registers, and variables that LLVM keeps in them."""
+"""Sums of attention's tiles that LLVM keeps in registers: shapes of tiles, loops over tiles, variables of sums.
+
+A tile is a number of columns (queries) × a number of vectors of 16 floats. Each column and vector has a sum.
+"""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -12,9 +15,9 @@ from infer.compute.backends.cpu.simd import F32X16, I64, Value, constant, dot_bf
 
 
 def vector_registers() -> tuple[int, int]:
-    """Return (number of vector registers, floats per register).
+    """Return (number of vector registers, floats per register) of this machine.
 
-    Kernels of floats are the same for every $INFER_ISA, so this is what the compiler may use, not what the set has.
+    It is what LLVM may use for float kernels. It does not depend on $INFER_ISA, which chooses integer products only.
     """
     features = target_features()
     if "avx512f" in features:
@@ -25,8 +28,10 @@ def vector_registers() -> tuple[int, int]:
 
 
 def tile_shapes(num_registers: int, num_floats: int) -> tuple[tuple[int, int], ...]:
-    """Return (columns, vectors of 16 floats) of tiles, the most columns first: sums use three quarters of the
-    registers.
+    """Return the shapes (columns, vectors of 16 floats) of tiles, the widest first.
+
+    The sums of a tile take at most three quarters of the registers. The rest is for operands. The last shape has one
+    column, so any number of columns can be divided into these tiles.
     """
     sums = num_registers * 3 // 4 * num_floats // LANES
     widths = (12, 8, 4, 3, 2, 1) if sums >= 24 else (6, 4, 3, 2, 1)
@@ -34,7 +39,11 @@ def tile_shapes(num_registers: int, num_floats: int) -> tuple[tuple[int, int], .
 
 
 def for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], None]) -> None:
-    """Emit a call of emit(columns of the tile, vectors, its first column) until all columns are done."""
+    """Emit the loops over the tiles of `columns` columns, an i64 that is known at run time.
+
+    `emit(width, vectors, first)` emits the body for a tile of `width` columns from number `first` on. `vectors` is the
+    number of vectors that fit beside this width. It is called once for each shape of `tile_shapes`.
+    """
     done: Value = constant(I64, 0)
     for width, vectors in tile_shapes(*vector_registers()):
         count = b.udiv(b.sub(columns, done), constant(I64, width))
@@ -44,7 +53,10 @@ def for_each_tile(b: Builder, columns: Value, emit: Callable[[int, int, Value], 
 
 
 def for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int, Value], None]) -> None:
-    """Emit a call of emit(number of vectors, the first vector): `at_once` vectors each, then single ones."""
+    """Emit the loops over `total` vectors: first `at_once` per iteration, then the remaining ones one by one.
+
+    `emit(count, first)` emits the body for `count` vectors from number `first` on.
+    """
     count = b.udiv(total, constant(I64, at_once))
     with cgutils.for_range(b, count) as loop:
         emit(at_once, multiply(b, loop.index, at_once))
@@ -55,7 +67,10 @@ def for_each_vector(b: Builder, total: Value, at_once: int, emit: Callable[[int,
 
 
 def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
-    """Return variables that are set to the values each time control passes here."""
+    """Return LLVM variables, f32 × 16 each, which are set to `values` whenever this code runs.
+
+    LLVM keeps them in registers.
+    """
     slots = [cgutils.alloca_once(b, F32X16) for _ in values]
     for slot, value in zip(slots, values, strict=True):
         b.store(value, slot)
@@ -63,7 +78,11 @@ def variables(b: Builder, values: Sequence[Value]) -> list[Value]:
 
 
 def add_products(b: Builder, sums: Sequence[Value], x: Value, factors: Sequence[Value]) -> None:
-    """Add x × factors[i] to each sums[i]. They are floats, or pairs of bf16 as integers."""
+    """Emit sums[i] += x × factors[i] for each factor. Sums are variables, f32 × 16.
+
+    `x` and the factors are f32 × 16, with one FMA per product. Or they are pairs of bf16 as i32 × 16, as `dot_bf16`
+    takes them. There may be more sums than factors: the others stay.
+    """
     for total, factor in zip(sums, factors, strict=False):
         before = b.load(total)
         b.store(fma(b, x, factor, before) if x.type == F32X16 else dot_bf16(b, before, x, factor), total)
@@ -75,7 +94,7 @@ def store_variables(b: Builder, slots: Sequence[Value], places: Sequence[Value])
 
 
 def lanes(b: Builder) -> Value:
-    """Return the address of 16 floats in the frame."""
+    """Reserve 64 bytes on the stack of the kernel, aligned to 64, and return their address. They hold 16 floats."""
     with b.goto_entry_block():
         slot = b.alloca(F32X16)
     slot.align = 64

@@ -1,4 +1,7 @@
-"""A head of q or k, normalised by itself or with its neighbours, rotated and scaled, as a query or for the cache."""
+"""A token's heads before attention: the norm of q, k and v, the rotation of q and k, and storing k and v in the cache.
+
+Heads are normalised by themselves, or all heads of a token together. Queries are also scaled.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +30,10 @@ _LEAST = 32  # heads of 16 tokens that a thread takes at once
 
 @njit(forceinline=True)
 def _norm_of_all(args, which, x, heads):
-    """Return 1 / rms of all heads together if they are normalised so, else 1."""
+    """Return 1 / rms over all heads of a token, if they are normalised together; else 1.
+
+    `which` is 0 for q, 1 for k. `x` is the address of f32 [heads × dim].
+    """
     if args.norms[which] == 0 or args.norm_strides[which] == 0 or args.norm_form == NORM_CENTRED:
         return np.float32(1)
     return inverse_rms(x, args.dim * heads, args.eps[which])
@@ -35,7 +41,10 @@ def _norm_of_all(args, which, x, heads):
 
 @njit(forceinline=True)
 def _norm_of_head(args, which, x, head, of_all):
-    """Return the address of the head's weight, or 0, its elements' mean, if it is subtracted, and their factor."""
+    """Return (address of the head's norm weight, or 0, mean that is subtracted, or 0, factor) of one head.
+
+    `x` is the address of f32 [dim], and `of_all` is the result of `_norm_of_all`.
+    """
     weight, stride, factor, mean = args.norms[which], args.norm_strides[which], of_all, np.float32(0)
     if weight != 0 and args.norm_form == NORM_CENTRED:
         mean, factor = _centring(x, args.dim, args.eps[which])
@@ -104,17 +113,20 @@ def _times_0(x, dim):
 
 @njit(forceinline=True)
 def _of_token(args, state, token):
-    """Return (the token's position, its cosines, its sines)."""
+    """Return (position, address of the cosines, address of the sines) of a token.
+
+    The addresses are of f32 [half], or 0.
+    """
     position, row = state.positions[token], state.rows[token]
     at = 4 * args.half * position + args.set_bytes * args.rope_sets[row]
     return position, 0 if args.cos == 0 else args.cos + at, args.sin + at
 
 
 def make_store_queries(kv_type: str) -> Any:
-    """Return put(args, state, kv, first, end), which makes queries [first, end) of a kv head.
+    """Return store(args, state, kv, first, end), which makes queries [first, end) of a kv head.
 
-    Queries are numbered as [token, query head of the group]. It reads `q`, the norms and the rotations, and writes
-    `queries`, f32 [kv heads, tokens × group, dim], mixed as the keys of `kv_type` are. With sinks it writes a second
+    Queries are numbered as [token, query head of the group]. It reads `q`, the norms and the rotations. It writes f32
+    [kv heads, tokens × group, dim] at `queries`, as `make_prepare_query` prepares them. With sinks it writes a second
     set at `sink_queries_at`, rotated back to `last_position`.
     """
     prepare = make_prepare_query(kv_type)

@@ -1,10 +1,11 @@
-"""Attention's two inner loops in registers: scores of query columns against keys, and p × values.
+"""Attention's two inner loops in registers: scores of queries × keys, and sums of softmax weights × values.
 
-Keys of 16 positions are stored transposed: a score's sum over dim is one chain of FMAs in its own lane. Values are
-stored position by position: an output element's sum over positions is one chain in its own lane. Neither order depends
-on how many columns, blocks or dims a tile computes, nor on whether blocks are read as they are cached or widened.
+    keys of a block     [dim, 16 positions]: a score's sum over dim is one chain of FMAs in the lane of its position
+    values of a block   [16 positions, dim]: an output's sum over positions is one chain in the lane of its dim
 
-A tile is a number of columns × a number of vectors of 16 lanes, of keys (16 positions each) or of values (16 dims).
+Neither order depends on how many columns, blocks or dims a tile computes, nor on whether blocks are read as they are
+cached or widened. A tile is a number of columns (queries) × a number of vectors of 16 lanes. These are keys of 16
+positions each, or values of 16 dims each.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +43,11 @@ def _for_each_region(
     b: Builder, total: Value, size: int, start: Value, region_bytes: Value, after: Value, asked: Value | None,
     emit: Callable[[Value, Value, Value, Value], None],
 ) -> None:  # fmt: skip
-    """Emit a call of emit(first, count, address, prefetch address) for each region of `size`.
+    """Emit the loop over regions of `size` blocks or positions, `total` in all. The last region may be shorter.
 
-    The prefetched memory is the next region, and for the last one the memory at `after`. If `asked` is given, each
-    region prefetches that many bytes from `after` on.
+    `emit` gets the first unit of the region, its number of units, its address, and the address that it prefetches. That
+    is the next region, or `after` for the last one. If `asked` is given, it is `after` + the region's number × `asked`
+    bytes.
     """
     with cgutils.for_range(b, b.udiv(b.add(total, constant(I64, size - 1)), constant(I64, size))) as loop:
         first, at = multiply(b, loop.index, size), b.add(start, b.mul(loop.index, region_bytes))
@@ -59,9 +61,10 @@ def _for_each_region(
 def _loop_prefetch(
     b: Builder, prefetch: Value, form: Form, cached: Form | None, vectors: int, width: int, columns: Value
 ) -> LoopPrefetch:
-    """Return the prefetches of a tile's iteration: as many bytes as it reads. `prefetch` is the region's variable.
+    """Return the emitter of the prefetch of one iteration of a tile's loop: as many bytes as the iteration reads.
 
-    If blocks are widened, a region prefetches one block of the cached form in total.
+    `prefetch` is the region's variable, as `begin_region` returns it. If blocks are widened, `cached` is their cached
+    form, and a region prefetches one block of it in total.
     """
     num_bytes = vectors * form.depth * form.row_bytes
     if cached is not None:
@@ -70,11 +73,11 @@ def _loop_prefetch(
 
 
 def make_score_run(form: Form, cached: Form | None = None) -> Any:
-    """Return scores(columns, queries, dim, keys, num_blocks, out, after).
+    """Return scores(columns, queries, dim, keys, num_blocks, out, after), for contiguous blocks of keys.
 
-    It stores the scores of queries against a run of blocks of keys, as [column, 256]. It prefetches the rest of the
-    run, then the memory at `after`. Widened blocks are already near. For them it prefetches only the memory at `after`,
-    one cached block per region.
+    It reads f32 [columns, dim] at `queries` and blocks of `form` at `keys`. It writes f32 [columns, 256] at `out`, the
+    first 16 × `num_blocks` of each column. It prefetches the rest of the run, then the memory at `after`. Widened
+    blocks are in the cache already. For them it prefetches only the memory at `after`, one cached block per region.
     """
     emit_tile = quantized_tiles.emit_scores if form.is_coded else emit_scores
 
@@ -115,7 +118,9 @@ def make_score_run(form: Form, cached: Form | None = None) -> Any:
 def emit_scores(
     b: Builder, form: Form, queries: Sequence[Value], blocks: Sequence[Value], dim: Value, ahead: LoopPrefetch
 ) -> list[Value]:
-    """Emit a tile's scores: `queries`, addresses of f32 [dim], × `blocks`, addresses of [dim, 16 positions] of keys.
+    """Emit a tile's scores, q · k, for keys of floats. Memory is only read.
+
+    `queries` are addresses of f32 [dim], or of bf16 [dim] for `BF16_PAIRS`. `blocks` are addresses of keys [dim, 16].
 
     Returns:
         Variables of f32 × 16 positions, by query and block: index query × number of blocks + block.
@@ -131,10 +136,12 @@ def emit_scores(
 
 
 def make_add_value_run(form: Form, cached: Form | None = None) -> Any:
-    """Return add(columns, p, dim, values, num_positions, out, stride, after).
+    """Return add(columns, p, dim, values, num_positions, out, stride, after), for values that are contiguous in memory.
 
-    It adds Σ p[column, 256] × values, over the first positions of a run of blocks, to out[column × stride …]. It covers
-    as many whole vectors as dim has. The sum starts from the contents of out. It prefetches as `make_score_run` does.
+    It adds Σ p[column, position] × value[position] to `out`, f32 [columns, dim], whose columns are `stride` bytes
+    apart. `p` is f32 [columns, 256], or bf16 with the same distance between columns, and `values` are blocks of `form`.
+    It covers the whole vectors of dim, dim // 16 × 16. The sums start from the contents of out. It prefetches as
+    `make_score_run` does.
     """
     emit_tile = quantized_tiles.emit_values if form.is_coded else emit_values
 
@@ -171,7 +178,10 @@ def emit_values(
     b: Builder, form: Form, p: Sequence[Value], values: Value, dim: Value, vector: Value, num_vectors: int,
     num_positions: Value, out: Sequence[Value], ahead: LoopPrefetch,
 ) -> None:  # fmt: skip
-    """Emit out[column] += Σ weight × value, as `quantized_tiles.emit_values` does, of [position, dim] of floats."""
+    """Emit out[column] += Σ p × value over the positions, for values of floats [position, dim].
+
+    The arguments are those of `quantized_tiles.emit_values`. With bf16 pairs, an iteration takes two positions.
+    """
     places = [offset(b, to, 4 * LANES * v) for to in out for v in range(num_vectors)]
     sums = registers.variables(b, [simd.load_f32(b, place) for place in places])
     size, position_bytes = form.vector_bytes, multiply(b, dim, form.row_bytes // LANES)
@@ -195,7 +205,11 @@ def emit_values(
 
 
 def make_float_value(form: Form) -> Any:
-    """Return value(values, index), which returns a single element of blocks of floats."""
+    """Return value(values, index), which loads element `index` of blocks of floats as an f32.
+
+    It is for the dims after the last whole vector. Forms of codes or pairs have no such dims, and it returns 0 for
+    them.
+    """
 
     @operation(types.float32, address, types.int64)
     def float_value(b: Builder, values: Value, index: Value) -> Value:

@@ -1,9 +1,8 @@
-"""Small compiled functions, called by address: the commands of the table. They are stored on disk.
+"""Addresses of compiled kernels: found in memory, loaded from disk, or compiled on first use.
 
-Each is compiled on its first use. All have the signature `void(arguments*, state*, thread, num_threads)`; `arguments`
-is a numpy record type of the kernel's own (`records`). A kernel is named by the function that makes its source and its
-variant. So a kernel on disk needs neither that module nor the compiler: both are imported when something must be
-compiled.
+All commands have the signature `void(arguments*, state*, thread, num_threads)`; `arguments` is a numpy record type of
+the kernel's own (`records`). A kernel is named by the function that makes its source and its variant. So a kernel on
+disk needs neither that module nor the compiler: both are imported when something must be compiled.
 """
 
 import os
@@ -36,8 +35,13 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) -> int:
-    """Return the address of the command whose Python source is `maker` ("module:function"), or its result for the
-    variant.
+    """Return the address of a compiled command. It is loaded from disk, or else compiled and stored.
+
+    Args:
+        maker: "module:function". The function is the command's Python source. If its name begins with `make_`, it
+            returns the source when called with the variant.
+        arguments: The type of the record that the command takes.
+        variant: Arguments of the maker, such as a type of weights.
     """
     kernel = Kernel(maker, variant)
     with _lock:

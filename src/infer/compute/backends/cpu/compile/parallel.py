@@ -43,7 +43,9 @@ class CompiledObject(NamedTuple):
 
 @final
 class Compilation:
-    """Kernels being compiled, the longest first. `close` ends it; a fork ends it in the child.
+    """Compilation of kernels in several processes, the longest ones first.
+
+    `close` ends it; a fork ends it in the child.
 
     `_changed` guards the state that threads share, and is notified of each answer.
     """

@@ -95,7 +95,12 @@ def convolve(args, tokens, channel, num_channels, out, out_bytes):
 
 @njit
 def _input_of(args, tokens, index):
-    """Return the address of the inputs of the token that is `index` after the first; 0 before position 0."""
+    """Return the address of the inputs of the token `index` tokens after the first; 0 before position 0.
+
+    They are f32 [num_channels].
+
+    Tokens of the step are read from `projected`, earlier ones from their page.
+    """
     position = tokens.position + index
     if position < 0:
         return 0
@@ -154,7 +159,12 @@ def store_gates(args, tokens, value_head, log_alphas, betas):
 
 
 def short_conv(args, state, thread, num_threads):
-    """Store each token's result, and its B × u in the cache. Neighbouring tokens go to one thread."""
+    """Store C × conv(B × u) of each token, and its B × u in the cache. Neighbouring tokens go to one thread.
+
+    Reads `projected`, f32 [tokens, 3 × features] of B, C and u, `taps`, f32 [num_taps, features], and the cached B × u
+    of earlier tokens. Writes `out`, f32 [tokens, features], the activation records at `quantized` if there are any, and
+    f32 [features] per token in the page. A token whose page is overwritten later in the same step stores nothing there.
+    """
     num_tokens, width, page_tokens = state.num_tokens, 4 * args.features, 1 << args.page_bits
     for token in range(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads):
         row, position = state.rows[token], state.positions[token]
@@ -191,6 +201,6 @@ def short_conv(args, state, thread, num_threads):
 
 @njit(forceinline=True)
 def _kept_input(args, row, position):
-    """Return the address of a token's B × u in the cache."""
+    """Return the address of the cached B × u, f32 [features], of a row's token at this position."""
     page = args.table[row * args.table_stride + (position >> args.page_bits)]
     return args.inputs + page * args.page_bytes + 4 * args.features * (position & ((1 << args.page_bits) - 1))

@@ -99,7 +99,7 @@ def clear(where, num_rows, row_bytes, num_vectors):
 
 
 class Scratch(NamedTuple):
-    """Addresses of f32 arrays, for up to `page_tokens` tokens from the page's `place` on."""
+    """Addresses of a thread's f32 arrays (`totals` is f64), for one row's tokens in one page, at most `page_tokens`."""
 
     keys_queries: int  # [tokens, 2, key_dim]: k, then q
     dots: int  # [tokens, 2, page_tokens]: k and q times the page's keys
@@ -114,7 +114,7 @@ class Scratch(NamedTuple):
 
 @njit
 def scratch_at(args, at):
-    """Return the arrays that begin at an address."""
+    """Return the arrays of the scratch that begins at an address. `delta_net_scratch_bytes` has its size."""
     row = 4 * args.page_tokens
     dots = at + 2 * row * max(args.key_dim, args.page_tokens)
     values = dots + 2 * row * args.page_tokens
@@ -153,7 +153,7 @@ def gated_delta_net(args, state, thread, num_threads):
 
 @njit
 def _run_at(state, token):
-    """Return how many tokens of a row follow each other from this one on."""
+    """Return the number of tokens in a step that belong to the same row, from number `token` on."""
     count = 1
     while token + count < state.num_tokens and state.rows[token + count] == state.rows[token]:
         count += 1
@@ -162,7 +162,7 @@ def _run_at(state, token):
 
 @njit
 def _mix_share(args, state, share, scratch):
-    """Mix the key heads whose weights begin in the share."""
+    """Mix the (run, key head) pairs whose weights begin in the share [begin, stop)."""
     item, token = 0, 0
     while token < state.num_tokens and item < share[1]:
         count = _run_at(state, token)
@@ -245,7 +245,7 @@ def _begin_page(args, tokens, index, key_head, arrays):
 
 @njit
 def _sum_log_alphas(log_alphas, count, totals):
-    """Store the sums of the first `count` numbers up to each of them, and return the last. f32 becomes f64."""
+    """Store the running sums of `count` numbers, f32 at `log_alphas`, as f64 at `totals`, and return the last sum."""
     total = 0.0
     for j in range(count):
         total += np.float64(load_scalar_f32(log_alphas + 4 * j))

@@ -133,7 +133,7 @@ class ExpertFile:
         )
 
     def remove(self, opened: OpenFile | None) -> None:
-        """Remove the file that was opened, unless another one has its name by now."""
+        """Remove the file that was opened, unless its name belongs to a newer file."""
         with suppress(OSError):
             if opened is not None and os.path.samestat(os.fstat(opened.descriptor), os.stat(self.path)):
                 self.path.unlink()

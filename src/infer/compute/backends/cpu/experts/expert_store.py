@@ -61,7 +61,7 @@ class FramePool:
         self.fields = fields_of(self.arguments.record)
 
     def matrix(self, part: int, planes: int) -> PackedWeight:
-        """Return gate, up or down of all experts of a layer, whose rows begin where those of frame 0 do."""
+        """Return gate, up or down (`part` 0, 1, 2) of a layer's experts. Its address is that of frame 0."""
         form = self.plan.form
         rows, columns = form.shapes[part]
         return PackedWeight(
@@ -69,12 +69,15 @@ class FramePool:
         )
 
     def present_uses(self) -> Sums:
-        """Return the experts' uses as of now, as `frames` counts them."""
+        """Return how often each expert was used, i64 [num_records], halved for the time since."""
         halvings = torch.clamp((self.fields.time - self.last_used) >> self.plan.half_life, max=MOST_HALVINGS)
         return (self.uses >> halvings).numpy()
 
     def warm(self, uses: Sums) -> None:
-        """Begin with these uses, and with the experts in memory that were used the most."""
+        """Set how often each expert was used, and read the experts used most into the frames.
+
+        `uses` is i64 [num_records].
+        """
         self.uses[:] = torch.from_numpy(uses)
         order = [int(expert) for expert in np.argsort(-uses, kind="stable") if uses[expert] > 0]
         chosen = order[: self.plan.num_frames]
@@ -180,7 +183,7 @@ class CpuExpertStore(ExpertStore):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Experts that steps needed and that were in memory, and those that were read."""
+        """(Number of experts that steps needed and that were in memory, number of experts that were read.)"""
         return sum(pool.fields.num_hits for pool in self._pools), sum(pool.fields.num_misses for pool in self._pools)
 
 

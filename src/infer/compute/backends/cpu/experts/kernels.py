@@ -52,7 +52,7 @@ from infer.compute.backends.cpu.weights.embed import read_all
 
 @njit(forceinline=True)
 def _largest(row, count):
-    """Return the largest of some numbers; NaN if one is NaN."""
+    """Return the largest of `count` f32 at `row`; NaN if one is NaN."""
     largest = load_scalar_f32(row)
     for index in range(1, count):
         value = load_scalar_f32(row + 4 * index)
@@ -299,13 +299,13 @@ def checksum(at, count, number):
 
 @njit
 def _uses(pool, expert):
-    """Return an expert's uses as of now."""
+    """Return how often an expert was used, halved for the time since its last use."""
     return pool.uses[expert] >> min((pool.time - pool.last_used[expert]) >> pool.half_life, MOST_HALVINGS)
 
 
 @njit
 def _frame_to_take(pool):
-    """Return a frame that this moment's commands do not need. There is one: they need at most all."""
+    """Return a frame that the next commands do not need, and take it from its expert. They need at most all frames."""
     if pool.num_used < pool.num_frames:
         pool.num_used += 1
         return pool.num_used - 1
@@ -322,9 +322,10 @@ def _frame_to_take(pool):
 
 
 def choose(args, state, thread, num_threads):
-    """Give a frame to each expert that the next commands need, and list those whose frames must be read.
+    """Assign a frame to each expert that the next commands need, and list those that must be read. Thread 0 does it.
 
-    The next commands are for `most` of the active experts at most, from `first` on. One thread is enough.
+    Reads `active` and `num_active` of `group`. The next commands need at most `most` of the active experts, from
+    `first` on. Writes `num_needed`, `missing`, i64 [most], `num_missing`, and the tables of the pool.
     """
     if thread != 0:
         return
@@ -356,7 +357,11 @@ def choose(args, state, thread, num_threads):
 
 
 def fetch(args, state, thread, num_threads):
-    """Read the missing experts into their frames. Parts are divided among threads."""
+    """Read the missing experts from the file into their frames. Parts of records are divided among threads.
+
+    Reads `missing` and `num_missing`. Writes the frames' bytes. A part that cannot be read, or whose checksum is wrong,
+    marks its frame as unread and sets the pool's `failure`.
+    """
     pool = args.pool
     num_units = args.num_missing[0] * pool.num_parts
     begin_units(state, thread)
@@ -379,7 +384,10 @@ def fetch(args, state, thread, num_threads):
 
 
 def check(args, state, thread, num_threads):
-    """Store the checksums of the expert in frame 0, whose number is the first of `missing`."""
+    """Store the checksums of the expert in frame 0. Its number is the first of `missing`.
+
+    Parts are divided among threads.
+    """
     pool = args.pool
     for part in range(thread, pool.num_parts, num_threads):
         first, number = part * pool.part_bytes, args.missing[0] * pool.num_parts + part

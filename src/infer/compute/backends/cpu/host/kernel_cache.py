@@ -36,7 +36,7 @@ _PROCESSOR = frozenset(
 
 
 def read(name: str) -> bytes | None:
-    """Return a file's content; None if it is absent, damaged, or if others may write it."""
+    """Return a stored kernel's content; None if it is absent or damaged, or if others may write it."""
     folder = cache_folder()
     content = None if folder is None else read_own(folder / name, MOST_BYTES)
     digest, _, rest = (content or b"").partition(b"\n")

@@ -95,7 +95,11 @@ def _make_matrices(layout: Layout, form: int, isa: InstructionSet) -> tuple[Any,
 
 
 def _make_strips(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """Return a function that multiplies full panels with a unit's tiles, whose number is even."""
+    """Return compute(args, shift, unit, groups, num_tiles, panels, num_panels, out, scratch), for full panels.
+
+    It multiplies `num_panels` panels of 16 tokens with a unit's tiles, whose number is even. It stores f32 [num_tiles,
+    16 tokens, 16 rows] in the buffer of each panel, `BUFFER_BYTES` apart, from `out` on.
+    """
     multiply = make_multiply_strips(layout, form, isa, BUFFER_BYTES)
 
     @njit(inline="always")
@@ -120,7 +124,10 @@ def _scale_rows(args, shift, unit, groups, num_tiles, width, buffer):
 
 
 def _make_finish(layout: Layout) -> Any:
-    """Return finish(…), which writes a buffer's header and calls the epilogue of its panel with the buffer."""
+    """Return finish(…), which writes a buffer's header and calls the epilogue of its panel with the buffer.
+
+    If rows have scales, it multiplies the results by them first.
+    """
     has_row_scales = layout.row_scale_bytes > 0
 
     @njit(inline="always")
@@ -186,7 +193,7 @@ def make_unit(layout: Layout, form: int, isa: InstructionSet) -> Any:
 
 
 def stack_sizes(layout: Layout, form: int, isa: InstructionSet) -> tuple[int, int]:
-    """Return the bytes of a unit's buffers and of its scratch."""
+    """Return (bytes of a unit's buffers, bytes of its scratch), both on the stack."""
     if isa.unpacks_strips(layout, form):
         return PANELS * BUFFER_BYTES, scratch_bytes(layout)
     return BUFFER_BYTES, SCRATCH_BYTES

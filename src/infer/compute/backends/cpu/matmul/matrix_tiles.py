@@ -53,7 +53,7 @@ def _pointer(b: Builder, where: Value) -> Value:
 
 
 def shapes(layout: Layout) -> bytes:
-    """Return the 64 bytes that describe the registers: palette 1, bytes per row from 16 on, rows from 48 on."""
+    """Return the 64 bytes of AMX's tile configuration: palette 1, bytes per row from byte 16 on, rows from 48 on."""
     config, parts = bytearray(64), layout.parts
     config[0] = 1
     for register in range(8):
@@ -64,9 +64,9 @@ def shapes(layout: Layout) -> bytes:
 
 
 def make_configure(layout: Layout) -> Any:
-    """Return configure(is_used, scratch).
+    """Return configure(is_used, scratch), which sets the shapes of the matrix registers until `release`.
 
-    It gives the registers the shapes of a layout's tiles, through 64 bytes at `scratch`, until `release`.
+    It writes the 64 bytes of the configuration at `scratch`. If `is_used` is false, it does nothing.
     """
     config = shapes(layout)
 
@@ -118,7 +118,7 @@ class MatrixTile:
         ]
 
     def unpacked(self, group: int, index: Value) -> Value:
-        """Return the address of an unpacked record."""
+        """Return the address of unpacked record `index` of a group, in the weights or in the scratch's ring."""
         b, size = self.b, constant(I64, self.layout.unpacked_bytes)
         if self.records is None:
             return b.add(self.weights[group], b.mul(index, size))
@@ -126,7 +126,10 @@ class MatrixTile:
         return simd.offset(b, b.add(self.ring, at), group * _RING * self.layout.unpacked_bytes)
 
     def sums_at(self, index: Value) -> Value:
-        """Return the address of a record's integers."""
+        """Return the address in the scratch of the integer sums Σ q A of record `index`.
+
+        Two records' sums alternate there.
+        """
         b = self.b
         return b.add(self.scratch, b.mul(b.and_(index, constant(I64, _PLACES - 1)), constant(I64, self.place_bytes)))
 
@@ -141,7 +144,10 @@ class MatrixTile:
         return [emitter for both in zip(*emitters, strict=True) for emitter in both]
 
     def multiply(self, index: Value) -> list[Emitter]:
-        """Return emitters of Σ q A of a record, by part, group and register of activations."""
+        """Return emitters that multiply one record: they load matrix registers, multiply, and store Σ q A at `sums_at`.
+
+        The sums are i32 [part, group, register of activations, 16 planes of tokens, 16 rows].
+        """
         b, size = self.b, BLOCK // self.parts
         inputs, sums = b.add(self.activations, b.mul(index, self.stride)), self.sums_at(index)
         weights = [self.unpacked(group, index) for group in range(GROUPS)]
@@ -177,7 +183,7 @@ class MatrixTile:
         return ((part * GROUPS + group) * self.num_registers + register) * _SUMS_BYTES
 
     def finish(self, index: Value) -> list[Emitter]:
-        """Return emitters that add a record's products to the running sums of each token and group."""
+        """Return emitters that scale a record's Σ q A and add them to the running sums of each token and group."""
         b = self.b
         sums, inputs = self.sums_at(index), b.add(self.activations, b.mul(index, self.stride))
         activations = ActivationRecord(b, self.layout, self.planes, range(self.tokens), inputs)
@@ -192,7 +198,10 @@ class MatrixTile:
         return [partial(one, token, group) for token in range(self.tokens) for group in range(GROUPS)]
 
     def dot(self, sums: Value, part: int, group: int, token: int) -> Value:
-        """Return 256 × the high plane's sum + the low plane's, or the single plane's sum."""
+        """Load Σ q A of a token, i32 × 16 rows.
+
+        It is 256 × the high plane's sum + the low plane's, or the single plane's sum.
+        """
         b = self.b
         register, row = divmod(token * self.planes, _ROWS)
         at = self.sums_offset(part, group, register) + row * _VECTOR_BYTES

@@ -19,7 +19,11 @@ from infer.compute.backends.cpu.simd import I32, I32X16, Value, load
 
 
 def emit_pair_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
-    """Emit a tile, and return the sums of each group and column, f32 × 16 rows. Memory is only read."""
+    """Emit a tile of BF16 weights × BF16 activations, and return its sums, f32 × 16 rows by group and column.
+
+    It reads packed groups, [in_features / 2, 16 rows, 2] of BF16, aligned to 64 bytes, and records of 32 BF16 per
+    token, `operands.stride` bytes apart. Nothing is written to memory.
+    """
     weights, activations, stride, num_records = operands
     sums = [zeros(b, columns, operands) for _ in range(num_chains(layout))]
     with cgutils.for_range(b, num_records) as loop:

@@ -37,7 +37,10 @@ def _strip_bytes(layout: Layout) -> int:
 
 
 def scratch_bytes(layout: Layout) -> int:
-    """Return the size of a strip, and of the panels' second chain of sums; the first is where results go."""
+    """Return the bytes of scratch: a strip, and the panels' second chain of sums.
+
+    The first chain is kept in the results.
+    """
     return _strip_bytes(layout) + (num_chains(layout) - 1) * PANELS * _CHAIN_BYTES
 
 
@@ -67,7 +70,12 @@ def make_multiply_strips(layout: Layout, form: int, isa: InstructionSet, panel_b
 
 
 def _make_multiply_panel(layout: Layout, form: int, isa: InstructionSet) -> Any:
-    """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for a full panel."""
+    """Return multiply(strip, activations, num_records, out, second_chain, is_first, is_last), for one full panel.
+
+    It reads a strip of two groups, unpacked, and the records of 16 tokens. It continues the sums at `out`, f32 [group,
+    token, 16 rows], and for floats those at `second_chain`. In the first strip they start from 0. After the last one
+    both chains are added at `out`.
+    """
     record_bytes, group_bytes = activation_bytes(form), _num_records(layout) * layout.unpacked_bytes
     shapes = [shape for shape in isa.shapes(layout, form, _GROUPS) if shape.widest == PANEL]
     cover = list(_cover(_of_one_chain(shape, num_chains(layout)) for shape in shapes))
@@ -108,7 +116,7 @@ def _of_one_chain(shape: Shape, num_chains: int) -> Shape:
 
 
 def _cover(shapes: Iterable[Shape]) -> Iterator[tuple[Shape, int, int]]:
-    """Yield the shapes of a full panel's tiles, with the first token and the number of tiles."""
+    """Yield (shape, first token, number of tiles) for each shape of tiles that together cover a full panel."""
     done = 0
     for shape in shapes:
         count = (PANEL - done + shape.columns - shape.fewest) // shape.columns
@@ -118,7 +126,7 @@ def _cover(shapes: Iterable[Shape]) -> Iterator[tuple[Shape, int, int]]:
 
 
 def _continued(b: Builder, where: Value, shape: Shape, is_first: Value) -> Chain:
-    """Return the sums that a tile continues: those at an address, or zeros in the first strip."""
+    """Return variables with the sums that a tile continues: those at address `where`, or zeros in the first strip."""
 
     def variable(group: int, column: int) -> Value:
         slot = cgutils.alloca_once(b, F32X16)

@@ -45,7 +45,7 @@ _INPUTS = BLOCK // _PARTS
 
 
 def num_chains(layout: Layout) -> int:
-    """Return the number of chains that are added for a sum: floats have one of even and one of odd inputs."""
+    """Return the number of chains of additions per sum: 2 for floats, of even and of odd inputs, else 1."""
     return 2 if layout.is_float else 1
 
 
@@ -104,8 +104,9 @@ def emit_unpacked_tile(
 ) -> None:
     """Emit a tile of unpacked weights, which continues a chain of its sums.
 
-    The weights are records as `unpacking` writes them, aligned to 64 bytes. The chain has variables. For floats it is
-    that of even (0) or of odd inputs (1), by `parity`.
+    The weights are records as `unpacking` writes them, contiguous and aligned to 64 bytes. The chain has variables,
+    f32 × 16 by group and column. For floats it is that of even (0) or of odd inputs (1), by `parity`. Memory is only
+    read.
     """
     if layout.is_float:
         _emit_float_records(b, LAYOUTS["F32"], operands, {parity: chain})
@@ -124,7 +125,7 @@ def emit_unpacked_tile(
 def _add_records(
     activations: ActivationRecord, sums: Chain, dots: Dots, scales: list[tuple[list[Value], list[Value]]]
 ) -> None:
-    """Add a record to the tile's sums, which are variables. `scales` has (scales, minima) of each group."""
+    """Emit the addition of one record of each group to the tile's sums. `scales` has (scales, minima) of each group."""
     b = activations.b
     for slots, of_group, dots_of_group in zip(sums, scales, dots, strict=True):
         for column, slot in enumerate(slots):
@@ -139,9 +140,10 @@ def add_record(
     scales: list[Value],
     minima: list[Value],
 ) -> Value:
-    """Return total + d s Σ q A + m s ΣA for 16 rows × one token, of the whole record or of each half.
+    """Emit total + d s Σ q A + m s ΣA for 16 rows × one token, f32 × 16, over the whole record or each half.
 
-    `dots` are i32 × 16, `scales` and `minima` f32 × 16, one of each per part. s and s ΣA are read from the record.
+    `dots` are Σ q A, i32 × 16. `scales` (d) and `minima` (m) are f32 × 16. There is one of each per part of the record.
+    s and s ΣA are loaded from the activation record of `column`.
     """
     b = activations.b
     scale = load(b, activations.at(column, SCALE_AT), F32, 4)
@@ -159,9 +161,10 @@ def add_record(
 
 
 def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands) -> list[list[Value]]:
-    """Emit a tile of a float type, and return the sums of each group and column.
+    """Emit a tile of a float type, and return its sums, f32 × 16 rows by group and column.
 
-    Even and odd inputs form one chain each, added at the end. A number with a scale is multiplied by it before it is
+    It reads packed groups [in_features, 16 rows] and records of 32 f32 per token, `operands.stride` bytes apart. Even
+    and odd inputs form one chain each, added at the end. A number with a scale is multiplied by it before it is
     multiplied with activations, so the sums are those of a matrix of such products in F32.
     """
     sums = [zeros(b, columns, operands) for _ in range(num_chains(layout))]
@@ -170,7 +173,7 @@ def emit_float_tile(b: Builder, layout: Layout, columns: int, operands: Operands
 
 
 def total_of(b: Builder, sums: list[Chain]) -> list[list[Value]]:
-    """Return the sums of each group and column, over their chains."""
+    """Emit the sum over the chains, f32 × 16 by group and column. `sums` are variables."""
     return [
         [reduce(b.fadd, [b.load(slot) for slot in slots]) for slots in zip(*of_group, strict=True)]
         for of_group in zip(*sums, strict=True)

@@ -33,7 +33,7 @@ def _has_failed(exchange):
 
 @njit
 def _await(exchange, rank, number):
-    """Wait until a rank has arrived at an exchange, or the group has failed."""
+    """Wait until a rank has arrived at exchange `number`, or the group has failed."""
     arrived, began = exchange.arrivals + LINE_WORDS * rank, atomics.nanoseconds()
     while not spin(arrived, number) and not _has_failed(exchange):
         if atomics.nanoseconds() - began > SPIN_NANOSECONDS:
@@ -41,7 +41,7 @@ def _await(exchange, rank, number):
 
 
 def wait_for_ranks(exchange, state, thread, num_threads):
-    """Wait until all ranks have arrived. Everything that they wrote before is then visible."""
+    """Wait at a barrier until all ranks have arrived. Then their writes are visible. Thread 0 waits for all."""
     if thread != 0:
         return
     number = exchange.done + 1
@@ -52,7 +52,11 @@ def wait_for_ranks(exchange, state, thread, num_threads):
 
 
 def copy_columns(args, state, thread, num_threads):
-    """Copy columns of each token's row into another matrix. Tokens are divided among the threads."""
+    """Copy `num_columns` f32 columns of each token's row into another matrix. Tokens are divided among the threads.
+
+    Reads f32 [tokens, source_stride] at `source`, and writes f32 [tokens, target_stride] at `target`. Both addresses
+    are those of the first column to copy.
+    """
     for token in range(thread, state.num_tokens, num_threads):
         source = args.source + 4 * args.source_stride * token
         target = args.target + 4 * args.target_stride * token
@@ -62,7 +66,10 @@ def copy_columns(args, state, thread, num_threads):
 
 
 def lead(args, state, thread, num_threads):
-    """Send the tokens that rank 0 sampled in one step of a multi-step, and whether it was the last step."""
+    """Send the tokens that rank 0 sampled in a step of a multi-step, and `stop`, to the other ranks. Thread 0 does it.
+
+    Writes an i64 buffer: stop, then a token per row. The ranks' barrier makes it visible.
+    """
     if thread != 0:
         return
     if _has_failed(args.exchange):
@@ -77,7 +84,11 @@ def lead(args, state, thread, num_threads):
 
 
 def follow(args, state, thread, num_threads):
-    """Receive the tokens that rank 0 sampled in the same step. They are the input of the next step."""
+    """Receive the tokens and `stop` of the same step from rank 0. Thread 0 does it.
+
+    Writes `state.tokens`, and adds 1 to `state.positions`: they are the input of the next step. If the group has
+    failed, stop is 1.
+    """
     if thread != 0:
         return
     number = args.exchange.done + 1

@@ -102,7 +102,7 @@ class MemoryGroup(Group):
     def transfer(self, name: str, stop_at: int) -> Command:
         """Return the command `lead` or `follow`, for the end of a step in a multi-step.
 
-        `stop_at` is the address of the number that ends the multi-step.
+        `stop_at` is the address of the i64 that ends the multi-step.
         """
         arguments = Arguments(TRANSFER, exchange=self.exchange.ctypes.data, stop=stop_at)
         function = compiled_address(f".ranks.gather:{name}", TRANSFER)

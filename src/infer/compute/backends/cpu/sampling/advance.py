@@ -34,10 +34,11 @@ def _remember(args, row, token):
 
 
 def advance(args, state, thread, num_threads):
-    """Store the sampled tokens, and make them the next step's input.
+    """Store the sampled tokens, and make them the next step's input. Thread 0 does it.
 
-    No more steps run when every row has met a stop id, or any row failed. Another thread's interrupt and Python's
-    callback, if there is one, can also end them.
+    Reads `sampled`, i64 [rows]. Writes `generated`, `state.tokens`, `state.positions`, the histories, `ended` and a
+    time stamp. Sets `stop` to 1 if every row has met a stop id, if any row failed, or if another thread set the
+    interrupt. Python's callback, if there is one, decides otherwise.
     """
     if thread != 0:
         return
@@ -65,10 +66,11 @@ def advance(args, state, thread, num_threads):
 
 
 def accept(args, state, thread, num_threads):
-    """Store the sampled tokens of one entry.
+    """Store the sampled tokens of one entry of a step with drafts. Thread 0 does it.
 
-    A row continues with its next entry while the sampled token equals the draft, and ends with its first other token.
-    The repeats end with the last row.
+    Reads `sampled`, i64 [rows], and `drafts`, i64 [rows, draft_stride]. Writes `generated`, `counts_sampled`, the
+    histories and a time stamp. A row stays in `alive` while the sampled token equals the draft. If no row does, `stop`
+    is set to 1, so the repeats end.
     """
     if thread != 0:
         return
@@ -93,7 +95,10 @@ def accept(args, state, thread, num_threads):
 
 
 def await_mask(args, state, thread, num_threads):
-    """Wait until another thread has filled the grammars' masks, which it does while the forward runs."""
+    """Wait until another thread has filled the grammars' masks, which it does while the forward runs. Thread 0 does it.
+
+    It writes a time stamp, and reads `mask_ready`, which is not 0 when the masks are filled.
+    """
     if thread != 0:
         return
     args.stamps[2 * args.num_generated] = nanoseconds()

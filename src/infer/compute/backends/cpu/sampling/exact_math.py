@@ -81,7 +81,7 @@ def keep_bits(b: Builder, x: Value, mask: Value) -> Value:
 
 @operation(f32x16, f32x16, f32x16, types.float32)
 def keep_finite(b: Builder, before: Value, after: Value, limit: Value) -> Value:
-    """Return `after` clamped to ±limit, but −inf where `before` is −inf."""
+    """Return `after` clamped to ±limit, but −inf in the lanes in which `before` is −inf."""
     low, high = splat(b, b.fneg(limit)), splat(b, limit)
     bounded = b.select(b.fcmp_ordered("<", after, low), low, b.select(b.fcmp_ordered(">", after, high), high, after))
     return b.select(b.fcmp_ordered("==", before, constant(F32X16, float("-inf"))), before, bounded)
@@ -98,13 +98,13 @@ def _mix32(b: Builder, x: Value) -> Value:
 
 @operation(i32x16, i32x16, types.int32, types.int32)
 def hash_tokens(b: Builder, ids: Value, low: Value, high: Value) -> Value:
-    """Return 32 bits for each id, from the two words of the row's key."""
+    """Return the 32-bit hash of each of 16 token ids, i32 × 16, with the two words of the row's key."""
     return _mix32(b, b.add(_mix32(b, b.xor(ids, splat(b, low))), splat(b, high)))
 
 
 @operation(f32x16, i32x16)
 def gumbel_of(b: Builder, h: Value) -> Value:
-    """Return −ln(−ln(1 − V)) of the 32 bits."""
+    """Return Gumbel noise −ln(−ln(1 − V)) of 16 hashes, f32 × 16. V is the hash as a number between 0 and 1."""
     c = lambda value: constant(F32X16, value)  # noqa: E731
     unsigned = lambda word: b.fadd(b.uitofp(word, F32X16), c(0.5))  # noqa: E731
     exponent, fraction = _split(b, b.fmul(unsigned(b.not_(h)), c(2.0**-32)))
@@ -137,7 +137,7 @@ def _log(b: Builder, exponent: Value, fraction: Value) -> Value:
 
 @operation(i64x16, f32x16, types.float32)
 def weights(b: Builder, x: Value, largest: Value) -> Value:
-    """Return eˣ⁻ˡᵃʳᵍᵉˢᵗ × 2⁴², rounded to the nearest integer."""
+    """Return e^(x − largest) × 2⁴², rounded to the nearest integer, i64 × 16. Sums of such weights are exact."""
     c = lambda value: constant(F64X16, value)  # noqa: E731
     d = b.fsub(b.fpext(x, F64X16), b.fpext(splat(b, largest), F64X16))
     d = b.select(b.fcmp_ordered("<", d, c(constants.LOWEST)), c(constants.LOWEST), d)

@@ -32,7 +32,7 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 @njit(forceinline=True)
 def key_of_value(x):
-    """Return a key that is smaller for a larger value; both zeros have one key."""
+    """Return a u32 key of an f32 that is smaller for a larger value. Both zeros have the same key."""
     bits = bits_of(x + np.float32(0))
     return bits if bits & _SIGN else bits ^ np.uint32(0x7FFFFFFF)
 
@@ -44,9 +44,10 @@ def value_of(key):
 
 @njit
 def find_threshold(values, weights, count, goal):
-    """Return (key of the value at which the sum of weights of the largest reaches goal, the sum before that value).
+    """Return (key of the value at which the weights of the largest values reach `goal`, their sum before that value).
 
-    `weights` is None if each value weighs 1. If the whole sum stays below the goal, the key is the last one.
+    `values` is f32 [count]. `weights` is i64 [count], or None if each value weighs 1. If the whole sum stays below the
+    goal, the key is the last one.
     """
     histogram, prefix, mask, before = stack(8 * 256), np.uint32(0), np.uint32(0), np.int64(0)
     for level in range(4):
@@ -71,7 +72,11 @@ def find_threshold(values, weights, count, goal):
 
 @njit
 def keep_largest(values, ids, weights, count, goal):
-    """Keep the fewest largest values whose weights reach the goal, in their order, and return how many."""
+    """Keep the fewest largest values whose weights reach `goal`, in their order, and return how many are kept.
+
+    It changes `values`, f32 [count], `ids`, i32, and `weights`, i64 or None, in place. Of equal values the first are
+    kept.
+    """
     threshold, before = find_threshold(values, weights, count, goal)
     kept = np.int64(0)
     for i in range(count):
@@ -91,9 +96,9 @@ def keep_largest(values, ids, weights, count, goal):
 
 @njit(forceinline=True)
 def scaling(temperature, largest):
-    """Return (shift, divisor).
+    """Return (shift, divisor) of a row's temperature.
 
-    A row is shifted so that its largest does not overflow, and then divided.
+    If the largest logit would overflow, all are shifted by it first.
     """
     if abs(largest / temperature) > LARGEST:
         return largest, temperature
@@ -102,7 +107,7 @@ def scaling(temperature, largest):
 
 @njit(forceinline=True)
 def scaled(x, scale):
-    """Return a vector of logits divided by the temperature."""
+    """Return 16 logits divided by the temperature. Finite ones stay finite. `scale` is the result of `scaling`."""
     shift, divisor = scale
     if divisor == 1:
         return x
@@ -120,7 +125,7 @@ def scaled_scalar(x, scale):
 
 @njit(forceinline=True)
 def filter_scale(args, row, temperature, largest):
-    """Return the scaling of the logits before the filters."""
+    """Return the scaling of a row's logits before the filters: none if the temperature comes last."""
     if args.temperature_last[row] != 0:
         return np.float32(0), np.float32(1)
     return scaling(temperature, largest)
@@ -161,7 +166,7 @@ def least_weight(args, row, scale, peak):
 
 @njit
 def _weigh(values, weighed, count, peak):
-    """Store the weights of the values, and return their sum."""
+    """Store the weights of `count` values in `weighed`, i64 [count, padded to 16], and return their sum."""
     total = np.int64(0)
     for i in range(0, count, LANES):
         store_i64x16(weighed + i, weights(load_f32(values + i), peak))

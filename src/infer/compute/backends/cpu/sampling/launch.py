@@ -35,10 +35,10 @@ MAX_GROUPS = 1024
 
 @final
 class SampleArguments:
-    """A record for logits that stay where they are. Another selection changes some words of the record.
+    """The record of arguments of the sampler's commands (`SAMPLE`), for logits that stay where they are.
 
-    `positions` is an address; `starts`, `alive` and `sampled` have an entry per row, by default for one line of logits
-    each.
+    Another selection of rows changes some words of the record. `positions` is an address. `starts`, `alive` and
+    `sampled` have an entry per row, by default for one line of logits each.
     """
 
     def __init__(self, logits: Tensor, positions: int, position_offset: int) -> None:

@@ -19,7 +19,7 @@ NOTHING = np.float32(-np.inf)
 
 @njit(forceinline=True)
 def part(args, thread, num_threads):
-    """Return the groups of a thread: first, end."""
+    """Return the groups [first, end) of the vocabulary that belong to a thread."""
     return args.num_groups * thread // num_threads, args.num_groups * (thread + 1) // num_threads
 
 
@@ -30,13 +30,13 @@ def logits_of(args, row):
 
 @njit(forceinline=True)
 def position_of(args, row):
-    """Return how many tokens precede the one to sample."""
+    """Return the number of tokens before the one to sample, which is its position."""
     return args.positions[row] + args.position_offset + args.entry
 
 
 @njit(forceinline=True)
 def scores_logits(args, row, is_processed):
-    """Return True if the row asks for log-probabilities of processed logits, or of raw ones."""
+    """Return True if the row requests log-probabilities of processed logits (`is_processed`), or of raw ones."""
     if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0:
         return False
     return (args.logprobs_processed[row] != 0) == is_processed
@@ -67,7 +67,10 @@ def _bounded(x):
 
 @njit
 def _add_biases(args, row, logits, begin, end):
-    """Add the row's biases to its finite logits with ids in [begin, end). A sum is bounded, and −inf bans the id."""
+    """Add the row's biases to its finite logits with ids in [begin, end), in place.
+
+    A sum is bounded to the largest float. A bias of −inf bans the id.
+    """
     starts = args.bias_starts + row
     for entry in range(starts[0], starts[1]):
         token = args.bias_ids[entry]
@@ -81,9 +84,10 @@ def _add_biases(args, row, logits, begin, end):
 
 @njit
 def _penalise(args, row, logits, begin, end):
-    """Penalise each id at its last occurrence.
+    """Apply the repetition, frequency and presence penalties to the logits of ids in [begin, end), in place.
 
-    The repetition penalty over the window comes first, then frequency and presence over the output.
+    Each id is penalised once, at its last occurrence. The repetition penalty over the window comes first, then
+    frequency and presence over the output. Reads `tokens`, `last` and `counts` of the row's history.
     """
     slot = args.history_slot[row]
     if slot < 0:
@@ -120,7 +124,10 @@ def is_below_minimum(args, row):
 
 @njit
 def _ban_ends(args, row, logits, begin, end):
-    """Ban the ends, and store their logits aside: `choose` restores them if nothing else is left."""
+    """Set the row's end tokens with ids in [begin, end) to −inf, and store their logits in `ends`.
+
+    `choose` uses the stored logits if nothing else is left.
+    """
     starts = args.end_starts + row
     for entry in range(starts[0], starts[1]):
         token = args.end_ids[entry]
@@ -133,7 +140,7 @@ def _ban_ends(args, row, logits, begin, end):
 
 @njit(forceinline=True)
 def masks_of(args, row):
-    """Return the addresses of the row's own mask and of the grammar's, 0 for none."""
+    """Return the addresses of the row's own mask and of the grammar's, i32 [mask_words] each. 0: there is none."""
     own, allowed, words = np.int64(0), np.int64(0), 4 * args.mask_words
     index = args.mask_index[row]
     if index >= 0:
@@ -145,7 +152,7 @@ def masks_of(args, row):
 
 @njit(forceinline=True)
 def masked_bits(masks, token):
-    """Return the mask bits of 16 tokens. The first is `token`, a multiple of 16."""
+    """Return the mask bits of 16 tokens from id `token` on, which is a multiple of 16, in the low bits of an i32."""
     own, allowed = masks
     bits, at = np.int32(-1), 4 * (token // 32)
     if own != 0:

@@ -61,7 +61,7 @@ _MAX_NOISE = np.float32(constants.MAX_NOISE)
 
 @njit
 def row_largest(args, row):
-    """Return the largest logit of the whole row; NaN if any group's is NaN."""
+    """Return the largest logit of a row, from `maxima`. It is NaN if any group's largest is NaN."""
     maxima = args.maxima + args.num_groups * row
     most = splat_f32(NOTHING)
     for group in range(0, args.num_groups, LANES):
@@ -71,7 +71,7 @@ def row_largest(args, row):
 
 @njit(forceinline=True)
 def key_of(seed, position):
-    """Return the two words of the noise's key."""
+    """Return the two 32-bit words of the noise's key, from the row's seed and the token's position."""
     key = _mix64(_mix64(np.uint64(seed)) + np.uint64(position))
     return np.int32(key & np.uint64(0xFFFFFFFF)), np.int32(key >> np.uint64(32))
 
@@ -86,7 +86,7 @@ def _mix64(x):
 
 @njit(forceinline=True)
 def load_logits(args, logits, token, masks):
-    """Return 16 logits as the scan left them; the last, incomplete vector is masked here."""
+    """Load 16 logits as `scan` left them, −inf beyond the vocabulary. The last, incomplete vector is masked here."""
     room = args.vocab - token
     if room >= LANES:
         return load_f32(logits + token)
@@ -98,7 +98,7 @@ def load_logits(args, logits, token, masks):
 
 @njit(forceinline=True)
 def hash_bound(margin):
-    """Return a bound such that a hash above it makes less noise than `margin`.
+    """Return a bound as a u32 in an i32: a hash above it gives less noise than `margin`.
 
     −ln(−ln(1 − V)) ≥ margin needs V ≤ e^−margin. The bound is rounded up.
     """
@@ -110,7 +110,7 @@ def hash_bound(margin):
 
 @njit
 def _first_equal(args, row, logits, first, end, largest, masks):
-    """Return the lowest id of the thread's part whose logit is the largest; −1 if it has none."""
+    """Return the lowest id in groups [first, end) whose logit is `largest`; −1 if there is none."""
     maxima = args.maxima + args.num_groups * row
     for group in range(first, end):
         if maxima[group] == largest:
@@ -130,7 +130,10 @@ def _margin(best, largest):
 
 @njit
 def _search_group(args, logits, group, scale, key, masks, best, best_id, largest):
-    """Return the best score so far and its id, with this group's tokens. No logit of the group is above `largest`."""
+    """Return (best score, its id) among the best so far and this group's tokens. A score is a scaled logit plus noise.
+
+    No logit of the group is above `largest`. Of equal scores the lowest id wins.
+    """
     begin, (low, high) = LANES * args.group_vectors * group, key
     bound = hash_bound(_margin(best, largest))
     for token in range(begin, min(begin + LANES * args.group_vectors, args.vocab), LANES):
@@ -148,9 +151,12 @@ def _search_group(args, logits, group, scale, key, masks, best, best_id, largest
 
 @njit
 def _search(args, row, logits, first, end, scale, key, masks):
-    """Return (score, id) of the largest logit plus noise of the thread's part; the id is −1 if it has no token.
+    """Return (score, id) of the best token in groups [first, end): the largest scaled logit plus noise.
 
-    The group with the largest logit comes first, so that the other groups take less time.
+    The id may be −1.
+
+    It is −1 if all logits are −inf. The group with the largest logit comes first, so that the other groups take less
+    time.
     """
     maxima = args.maxima + args.num_groups * row
     start, largest = first, NOTHING
@@ -194,7 +200,12 @@ def _append(args, at, count, token, mask, x, w):
 
 @njit
 def _collect(args, row, logits, first, end, scale, masks, bound):
-    """Collect candidates, whose scaled logits are at least bound, which is finite. Return how many."""
+    """Append the tokens of groups [first, end) with a scaled logit of at least `bound` as candidates.
+
+    Return their number.
+
+    `bound` is finite. Writes `values` and `ids` from the thread's part of the row on.
+    """
     maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors
     at, count = args.padded * row + group_size * first, np.int64(0)
@@ -211,9 +222,9 @@ def _collect(args, row, logits, first, end, scale, masks, bound):
 
 @njit
 def _weigh(args, row, logits, first, end, scale, masks, bounds):
-    """Collect candidates like `_collect`, with their weights. Return (how many, the sum of all weights).
+    """Append candidates like `_collect`, with their weights. Return (their number, the sum of all tokens' weights).
 
-    A candidate's weight is at least the last of the bounds.
+    `bounds` is (least scaled logit, the largest scaled logit, least weight) of a candidate.
     """
     maxima = args.maxima + args.num_groups * row
     group_size = LANES * args.group_vectors

@@ -1,6 +1,6 @@
-"""The sampler's third command: filters on the candidates, noise, the largest. One row per thread.
+"""The sampler's third command: filters on the candidates, noise, and the token. One row per thread at a time.
 
-The remaining logits of a row are stored if their log-probabilities are requested.
+Log-probabilities of processed logits are of what the filters keep. If a row requests them, it is stored here.
 """
 
 import numpy as np
@@ -44,7 +44,10 @@ _NOT_A_NUMBER, _NOTHING_ALLOWED = constants.NOT_A_NUMBER, constants.NOTHING_ALLO
 
 @njit
 def _best_found(args, row, is_greedy, num_threads):
-    """Return the best id of the threads' parts. The parts are in order: the first of the largest has the lowest id."""
+    """Return the best id among those that the threads found for a row, or −1.
+
+    Threads have parts of the vocabulary in order, so the first of equal scores has the lowest id.
+    """
     best, best_id = NOTHING, np.int64(-1)
     for thread in range(num_threads):
         slot = row * MAX_THREADS + thread

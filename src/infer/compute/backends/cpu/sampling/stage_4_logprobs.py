@@ -28,7 +28,7 @@ _ALL_LANES = np.int32(0xFFFF)
 
 @njit(forceinline=True)
 def _is_asked(args, row):
-    """Return True if the row needs log-probabilities: a row that failed has none."""
+    """Return True if the row needs log-probabilities. A row that failed has none."""
     if address_of(args.logprobs) == 0 or args.top_logprobs[row] < 0 or args.alive[row] == 0:
         return False
     return args.sampled[row] >= 0
@@ -36,7 +36,10 @@ def _is_asked(args, row):
 
 @njit
 def _insert(values, ids, count, most, value, token):
-    """Insert into a list of up to `most`, the largest first and equals in the order of insertion. Return its length."""
+    """Insert a value and its token into a sorted list of up to `most` entries, in place. Return its length.
+
+    `values` is f32 and `ids` i32. The largest comes first, and equal values stay in the order of insertion.
+    """
     if count == most and (most == 0 or value <= values[most - 1]):
         return count
     at = min(count, most - 1)

@@ -32,7 +32,7 @@ _COMMAND = ir.FunctionType(ir.VoidType(), [_POINTER, _POINTER, I64, I64])
 
 @operation(types.void, address, address, address, types.int64, types.int64)
 def call_command(b: Builder, function: Value, arguments: Value, state: Value, third: Value, fourth: Value) -> None:
-    """Call a compiled command through its address."""
+    """Call a compiled command. For an epilogue, `third` and `fourth` are a buffer and a row, not a thread."""
     pointers = [b.inttoptr(where, _POINTER) for where in (arguments, state)]
     b.call(b.inttoptr(function, _COMMAND.as_pointer()), [*pointers, third, fourth])
 
@@ -46,19 +46,19 @@ def call_python(b: Builder, function: Value, number: Value) -> None:
 
 @operation(types.int64, words, types.int64)
 def atomic_add(b: Builder, where: Value, amount: Value) -> Value:
-    """Add to the number, and return its value before."""
+    """Add to the i64 at `where` atomically, and return its value before."""
     return b.atomic_rmw("add", where, amount, "seq_cst")
 
 
 @operation(types.int64, words, types.int64)
 def atomic_exchange(b: Builder, where: Value, x: Value) -> Value:
-    """Store x, and return the value before."""
+    """Store x in the i64 at `where` atomically, and return its value before."""
     return b.atomic_rmw("xchg", where, x, "seq_cst")
 
 
 @operation(types.int64, words, types.int64, types.int64)
 def compare_exchange(b: Builder, where: Value, expected: Value, x: Value) -> Value:
-    """Store x if the value is the expected one, and return the value before."""
+    """Store x in the i64 at `where` if its value is `expected`, atomically. Return the value before."""
     pair = b.cmpxchg(where, expected, x, "seq_cst", "seq_cst")
     return b.extract_value(pair, 0)
 
@@ -131,7 +131,7 @@ def post_semaphore(b: Builder, semaphore: Value) -> None:
 
 @operation(types.int64, words)
 def wait_semaphore(b: Builder, semaphore: Value) -> Value:
-    """Sleep until it is posted. Return nonzero if a signal arrived instead."""
+    """Sleep until the semaphore is posted. Return nonzero if a signal arrived instead."""
     if _IS_MACOS:
         return call_system(b, "dispatch_semaphore_wait", I64, _dispatched(b, semaphore), I64(_FOR_EVER))
     return b.sext(call_system(b, "sem_wait", I32, b.bitcast(semaphore, _POINTER)), I64)

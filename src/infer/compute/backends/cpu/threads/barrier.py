@@ -31,7 +31,10 @@ def spin(word, number):
 
 @njit
 def wait_until(word, number, has_sleepers, spin_nanoseconds):
-    """Wait until a word has grown to a number. Return the nanoseconds that it took, or 0 if spinning sufficed."""
+    """Wait until the i64 at `word` is at least `number`. Return the nanoseconds lost, or 0 if spinning sufficed.
+
+    It spins for `spin_nanoseconds`. Then it sets the i64 at `has_sleepers` to 1 and sleeps until `wake`.
+    """
     if spin(word, number):
         return 0
     began = atomics.nanoseconds()
@@ -48,14 +51,14 @@ def wait_until(word, number, has_sleepers, spin_nanoseconds):
 
 @njit
 def wake(word, has_sleepers):
-    """Wake the sleepers, after a word has grown."""
+    """Wake the threads that sleep until `word` grows. It is called after the word has grown."""
     if atomics.atomic_load(has_sleepers) != 0 and atomics.atomic_exchange(has_sleepers, 0) != 0:
         atomics.wake_all(word)
 
 
 @njit
 def clear_barrier(state, num_threads):
-    """Reset the barrier words, before threads that use them start."""
+    """Reset the barrier's words in `state`, before the threads of a run start."""
     state.released[0], state.has_sleepers[0] = 0, 0
     for line in range(1 + (num_threads - 1) // GROUP + 1):
         state.arrivals[LINE_WORDS * line] = 0
@@ -63,7 +66,7 @@ def clear_barrier(state, num_threads):
 
 @njit
 def _is_last(state, thread, num_threads, number):
-    """Return True if all other threads have arrived at the barrier."""
+    """Count this thread's arrival at barrier `number`, and return True if all other threads have arrived."""
     parties = num_threads
     if num_threads > _MOST_UNGROUPED:
         group = thread // GROUP

@@ -234,7 +234,10 @@ class CurrentPool:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the pool: in a forked child its workers do not exist, and neither may a thread that held the lock."""
+        """Forget the pool.
+
+        In a forked child, its workers do not exist, and a thread that held the lock may not exist.
+        """
         self._lock = threading.Lock()
         self._pool: ThreadPool | None = None
 

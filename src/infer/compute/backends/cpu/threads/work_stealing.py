@@ -22,7 +22,7 @@ _MOST_SHARES = 16  # that a thread looks at, its own among them: each is a line 
 
 @njit
 def clear_threads(state, num_threads):
-    """Reset the threads' counters before a run."""
+    """Reset the counters of the threads in `state`, before a run."""
     for thread in range(num_threads):
         own = nth_record(state.threads, thread)
         own.taken[0], own.round = 0, 0
@@ -30,7 +30,7 @@ def clear_threads(state, num_threads):
 
 @njit
 def begin_units(state, thread):
-    """Begin a thread's next round."""
+    """Begin a thread's next round. Every thread calls it once per command (or part of one) that divides units."""
     own = nth_record(state.threads, thread)
     own.round += 1
     own.num_empty = 0
@@ -38,7 +38,10 @@ def begin_units(state, thread):
 
 @njit
 def take_units(state, thread, num_threads, num_units):
-    """Return the units [first, end) of [0, num_units) that a thread computes next; (0, 0): none is left."""
+    """Return the units [first, end) of [0, num_units) that this thread computes next.
+
+    (0, 0) means that none is left.
+    """
     own = nth_record(state.threads, thread)
     begun = own.round << _ROUND_SHIFT
     while own.num_empty < min(num_threads, _MOST_SHARES):
@@ -58,9 +61,10 @@ def take_units(state, thread, num_threads, num_units):
 
 @njit
 def take_share(state, thread, num_threads, total, least):
-    """Return the part [begin, stop) of [0, total) that a thread computes next; (0, 0): none is left.
+    """Return the part [begin, stop) of [0, total) that this thread computes next. (0, 0) means that none is left.
 
-    A part has at least about `least`, unless that leaves less than one part for each thread.
+    `total` is an amount of work, such as a sum of weights. A part has at least about `least` of it, unless that leaves
+    less than one part for each thread.
     """
     num_units = min(total, max(num_threads, total // least))
     first, end = take_units(state, thread, num_threads, num_units)

@@ -35,7 +35,7 @@ def _as_table(b: Builder, where: Value) -> Value:
 
 @njit
 def _wake_workers(job, end):
-    """Wake the threads before `end` that sleep."""
+    """Wake the workers 1 to `end` − 1 that sleep."""
     for thread in range(1, end):
         if atomics.atomic_exchange(job.sleeping + thread, 0) != 0:
             atomics.post_semaphore(job.semaphores + LINE_WORDS * thread)
@@ -43,7 +43,7 @@ def _wake_workers(job, end):
 
 @njit
 def _is_met(barrier, state, thread):
-    """Return True if threads meet at this kind of barrier, in this step."""
+    """Return True if threads wait for each other at this kind of barrier, in this step."""
     if barrier == BARRIER_IF_MERGED:
         return nth_record(state.threads, thread).needs_merge != 0
     return barrier != NO_BARRIER and (barrier != BARRIER_IF_MANY or max(state.num_tokens, state.num_logits) > 1)
@@ -51,7 +51,7 @@ def _is_met(barrier, state, thread):
 
 @njit
 def _is_overdue(args, stalls, started):
-    """Return True if waits of so many nanoseconds, since a time, are longer than thread 0's patience."""
+    """Return True if waits of `stalls` nanoseconds since `started` are longer than thread 0's patience."""
     beyond = stalls - args.patience if args.patience != 0 else 0
     return beyond > 0 and beyond > (atomics.nanoseconds() - started) >> _SHARE_SHIFT
 
@@ -172,6 +172,6 @@ def close(job, state, unused, also_unused):
 
 
 def publish(args, state, thread, num_threads):
-    """Set a flag to 1 for another thread, which may sleep until then, and then sees what was written before."""
+    """Set a flag to 1, and wake threads that sleep until then. They see everything that was written before."""
     atomics.atomic_exchange(args.is_set, 1)
     atomics.wake_all(args.is_set)

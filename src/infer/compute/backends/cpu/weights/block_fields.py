@@ -1,4 +1,8 @@
-"""Readers of the numbers of GGML's blocks, made from `BLOCK_FIELDS` as `ggml_blocks.numbers_of` reads them in torch."""
+"""Readers of the numbers in GGML's blocks, made from `BLOCK_FIELDS` as `ggml_blocks.numbers_of` reads them in torch.
+
+A reader is a function of (source, number). `source` is the address of a block in the file's form. It needs no
+alignment.
+"""
 
 from typing import Any, Literal
 
@@ -13,7 +17,7 @@ ONE = 0x01010101  # a bit of each byte
 
 
 def _make_place(field: Field) -> Any:
-    """Return place(source, number): the address of a number's byte, and the bits below the number there.
+    """Return place(source, number): the address of a number's byte, and how far it is to be shifted right.
 
     Sizes are powers of two. Shifts, unlike divisions of signed integers, leave nothing to compute for a constant.
     """
@@ -50,7 +54,7 @@ def _spread_nibbles(four):
 
 
 def _make_field(field: Field) -> Any:
-    """Return read(source, number), which reads four numbers of a block from `number` on, a byte each."""
+    """Return read(source, number), which reads four numbers of a field from `number` on, as the four bytes of a u32."""
     place, mask, is_bit = _make_place(field), np.uint32(((1 << field.bits) - 1) * ONE), field.bits == 1
 
     @njit(forceinline=True)
@@ -68,9 +72,10 @@ def _make_field(field: Field) -> Any:
 
 
 def make_word(fields: BlockFields, *, has_deltas: bool = False) -> Any:
-    """Return word(source, number): four codes from `number` on as they are stored, a byte each.
+    """Return word(source, number), which reads four codes from `number` on, as the four bytes of a u32.
 
-    If `has_deltas`, the codes of a grid come without their signs, which `make_nibble` returns.
+    Codes are as the file has them: unsigned, with the type's offset. If `has_deltas`, the codes of a grid come without
+    their signs, which `make_nibble` reads.
     """
     if isinstance(fields.codes, Grid):
         return _make_grid_word(fields, fields.codes, has_deltas)
@@ -87,7 +92,10 @@ def make_word(fields: BlockFields, *, has_deltas: bool = False) -> Any:
 
 
 def _make_trits(parts: tuple[Trits, ...], start: int = 0) -> Any:
-    """Return word(source, number) for the numbers from `start` on."""
+    """Return word(source, number) for trits packed by powers of 3, as TQ1_0 has them: four trits as the bytes of a u32.
+
+    `start` is the number of the first trit of these parts.
+    """
     at, run, run_bits = parts[0].at, parts[0].run, parts[0].run.bit_length() - 1
     end = start + run * parts[0].per_byte
 
@@ -108,7 +116,7 @@ def _make_trits(parts: tuple[Trits, ...], start: int = 0) -> Any:
 
 
 def _make_bits(bits: Bits) -> Any:
-    """Return read(source, number), which reads one number."""
+    """Return read(source, number), which reads number `number` of a bit field, as an i64."""
     at, stride, step, first, mask = bits.at, bits.stride, bits.step, bits.first, (1 << bits.bits) - 1
     per_word, per_word_bits = bits.per_word, bits.per_word.bit_length() - 1
     load = {1: load_u8, 2: load_u16, 4: load_u32}[bits.word_bytes]
@@ -122,7 +130,7 @@ def _make_bits(bits: Bits) -> Any:
 
 
 def make_index(fields: BlockFields) -> Any:
-    """Return index(source, number), the number of a pattern in its grid."""
+    """Return index(source, number), which reads the index of pattern `number` in the type's grid."""
     assert isinstance(fields.codes, Grid)
     parts = fields.codes.indices
     low, high, shift = _make_bits(parts[0]), _make_bits(parts[-1]), parts[0].bits
@@ -132,7 +140,7 @@ def make_index(fields: BlockFields) -> Any:
 
 
 def _make_signs(codes: Grid) -> Any:
-    """Return signs(source, number): 1 or 0 for four codes from `number` on, a byte each."""
+    """Return signs(source, number): for four codes from `number` on, the bytes of a u32, 1 for a negative code."""
     read, per_bit, has_parity = (
         _make_bits(codes.signs),
         (256 // codes.num_signs).bit_length() - 1,
@@ -179,7 +187,7 @@ def _make_grid_word(fields: BlockFields, codes: Grid, has_deltas: bool) -> Any:
 
 
 def make_small(fields: BlockFields) -> Any:
-    """Return small(source, number): a small scale, or the minimum of the same number after all scales."""
+    """Return small(source, number), which reads a record's small integer scale. The minima follow after all scales."""
     if fields.are_scales_odd:
         stored = make_stored_scale(fields)
         return njit(forceinline=True)(lambda source, number: np.uint8(2 * np.int64(stored(source, number)) + 1))
@@ -207,7 +215,11 @@ def make_stored_scale(fields: BlockFields) -> Any:
 
 
 def make_nibble(fields: BlockFields, contents: Literal["scales", "deltas", "numbers"]) -> Any:
-    """Return nibble(source, index): a record's four bits in its super-block (`layouts`)."""
+    """Return nibble(source, index), which reads the four bits of record `index` that a super-block has for each row.
+
+    `contents` says which: a scale with its sign, signs of deltas, or ninth bits of patterns' indices
+    (`Layout.nibbles`).
+    """
     assert isinstance(fields.codes, Grid)
     if contents == "scales":
         stored, negative = make_stored_scale(fields), _make_bits(fields.codes.signs)
@@ -247,7 +259,7 @@ def _six_bits(source, number):
 
 
 def make_scale(fields: BlockFields) -> Any:
-    """Return scale(source): the bits of a block's f16."""
+    """Return scale(source), which reads the 16 bits of a block's f16 scale."""
     at = fields.scale_at
 
     @njit(forceinline=True)

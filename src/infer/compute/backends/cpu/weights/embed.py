@@ -46,14 +46,14 @@ place = njit(forceinline=True)(number_at)
 
 @njit(forceinline=True)
 def _row_of(args, state, token):
-    """Return the address of the group with a token's row, the row's lane, and the address of its output floats."""
+    """Return (address of the packed group with a token's row, the row's lane in it, address of the token's output)."""
     row = min(max(state.tokens[token], 0), args.num_rows - 1)
     return args.table + row // LANES * args.group_bytes, row % LANES, args.out + 4 * args.in_features * token
 
 
 @njit
 def _normalize(args, out):
-    """Divide a token's row by its root mean square, if it is to be."""
+    """Divide f32 [in_features] at `out` by their root mean square, in place, unless `norm_eps` is negative."""
     if args.norm_eps >= 0:
         factor = inverse_rms(out, args.in_features, args.norm_eps)
         for i in range(args.in_features):
@@ -61,9 +61,10 @@ def _normalize(args, out):
 
 
 def make_embed(type_: str, inputs: int) -> Callable[..., None]:
-    """Return the command that stores the tokens' rows × scale. `inputs` is the instruction set's.
+    """Return the command that stores the tokens' rows × scale. Tokens are divided among threads.
 
-    It reads packed groups at `table` and `state.tokens`, and writes f32 [tokens, in_features] at `out`.
+    It reads packed groups at `table` and the ids in `state.tokens`, and writes f32 [tokens, in_features] at `out`.
+    `inputs` is the instruction set's: 4 or 8 neighbouring inputs of a row.
     """
     layout = LAYOUTS[type_]
     if layout.is_float:
@@ -93,7 +94,12 @@ def make_embed(type_: str, inputs: int) -> Callable[..., None]:
 
 
 def make_read_unpacked(layout: Layout, *, is_interleaved: bool = False) -> Any:
-    """Return read(record, lane, within): value `within` of the 32 of a row, as an f32, from an unpacked record."""
+    """Return read(record, lane, within), which reads one number of an unpacked record as f32.
+
+    It is input `within`, 0 to 31, of row `lane`.
+
+    `is_interleaved` says that the record's quads are those of an instruction for 8 inputs.
+    """
     has_minimum, parts = layout.has_minimum, layout.parts
 
     @njit(forceinline=True)
@@ -111,7 +117,7 @@ def make_read_unpacked(layout: Layout, *, is_interleaved: bool = False) -> Any:
 
 
 def make_read_float(layout: Layout) -> Any:
-    """Return read(at): the number of a float type at an address."""
+    """Return read(at), which loads one number of a float type as f32."""
     if layout.low_bits == 32:
         return load_scalar_f32
     is_f16 = layout.type == "F16"
@@ -163,7 +169,10 @@ def _read(b: Builder, descriptor: Value, to: Value, count: Value, offset: Value)
 
 @njit(forceinline=True)
 def read_all(descriptor, to, count, offset):
-    """Read bytes of a file, and return True if all were read."""
+    """Read `count` bytes of a file at `offset` to the address `to`.
+
+    Return False if the file ends or an error occurs.
+    """
     done = 0
     while done < count:
         some = _read(descriptor, to + done, count - done, offset + done)
@@ -174,7 +183,13 @@ def read_all(descriptor, to, count, offset):
 
 
 def make_embed_from_file(type_: str) -> Callable[..., None]:
-    """Return the command that stores the tokens' rows × scale. Pieces of rows are divided among threads."""
+    """Return the command that stores the tokens' rows × scale, read from a file.
+
+    Pieces of rows are divided among threads.
+
+    It reads the blocks of each token's row from the file `descriptor` at `offset`, and writes f32 [tokens, in_features]
+    at `out`. A piece that cannot be read is filled with NaN.
+    """
     kind = BLOCK_TYPES[type_]
     is_float = LAYOUTS[type_].is_float
     piece_blocks = _FLOATS if is_float else LANES
@@ -200,9 +215,9 @@ def make_embed_from_file(type_: str) -> Callable[..., None]:
 
 
 def _make_store_piece(type_: str) -> Any:
-    """Return store(piece, count, out, scale), which stores the values of some neighbouring blocks × scale.
+    """Return store(piece, count, out, scale), which stores the values of `count` neighbouring blocks × scale, in f32.
 
-    Blocks are packed as if they were rows, which is the form that is unpacked.
+    Blocks are packed as if they were rows of a group, because groups can be unpacked.
     """
     layout, block_bytes = LAYOUTS[type_], BLOCK_TYPES[type_].block_bytes
     if layout.is_float:

@@ -41,23 +41,23 @@ def nibbles(b: Builder, layout: Layout, record: Record) -> Value:
 
 
 class LowCodes(ABC):
-    """Low codes of one record, 64 bytes per quad."""
+    """Reader of the low codes of one packed record. Each quad gives 64 bytes: 4 inputs × 16 rows."""
 
     def __init__(self, b: Builder, layout: Layout, arithmetic: Arithmetic, record: Record) -> None:
         self.b, self.layout, self.arithmetic, self.record, self.where = b, layout, arithmetic, record, record.where
 
     def load(self) -> None:  # noqa: B027 - most forms load nothing ahead
-        """Load vectors before the first quad is asked for."""
+        """Emit the loads of vectors that all quads use, before the first quad is read."""
 
     @abstractmethod
     def quad(self, quad: int) -> Value:
-        """Emit a quad's low codes: 64 bytes in an i32 × 16, with bits of other quads above them.
+        """Emit the low codes of a quad, 0 to 7: 64 bytes as an i32 × 16. Bits above the code may belong to other quads.
 
         Trits are returned as values, with the layout's offset.
         """
 
     def shifted(self, vector: Value, shift: int) -> Value:
-        """Return bytes whose lowest bits are those from `shift` on. The bits above are any."""
+        """Emit a shift to the right within each of 64 bytes. The bits that come in from above are undefined."""
         kind = (
             I32X16 if self.arithmetic.permutes_bytes else I8X64
         )  # else masks follow, which a shift of bytes may spare
@@ -94,6 +94,7 @@ class Fused(LowCodes):
         self._made = dict[str, Value]()
 
     def once(self, name: str, make: Callable[[], Value]) -> Value:
+        """Return what `make` emits, which is emitted only at the first call with this name."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -112,14 +113,14 @@ class TritCodes(Fused):
         return self.arithmetic.look_up(self.b, codes, table)
 
     def _three(self, which: int) -> Value:
-        """Return the 5 bits of the first or second three trits."""
+        """Emit the 5-bit codes of the first or second three trits: 64 bytes, 4 inputs × 16 rows."""
         b, low_mask = self.b, constant(I32X16, 0x0F0F0F0F)
         first = load(b, self.where, I32X16, 16)
         low, fifth = self.shifted(first, 4 * which), self.shifted(self.once("rest", self._rest), which)
         return simd.choose_bits(b, low_mask, low, fifth)
 
     def _rest(self) -> Value:
-        """Return six bits of each byte, under two others."""
+        """Emit the six bits that are left of each byte of a row: the last two trits, with two fifth bits above them."""
         b, at = self.b, simd.offset(self.b, self.where, 64)
         if self.arithmetic.permutes_bytes:
             order = [byte for lane in range(LANES) for byte in (2 * lane, 2 * lane + 1, 2 * LANES + lane, 63)]
@@ -135,7 +136,11 @@ class TritCodes(Fused):
 
 
 def spread(b: Builder, words: Value, first: int, bits: int) -> Value:
-    """Return four fields of each word from bit `first` on as bytes, with others' bits above (AVX-512 VBMI)."""
+    """Emit 4 bytes per 32-bit word: the fields of `bits` bits from bit `first` of the word on (needs AVX-512 VBMI).
+
+    `words` and the result are i32 × 16. The bits of a byte above `bits` belong to the fields after it, and are not
+    cleared.
+    """
     places = [32 * (byte // 4) + first + bits * (byte % 4) for byte in range(8)]
     found = call(b, "x86.avx512.pmultishift.qb.512", I8X64, ir.Constant(I8X64, places * 8), b.bitcast(words, I8X64))
     return b.bitcast(found, I32X16)
@@ -160,7 +165,7 @@ class GatheredPatterns(PatternCodes):
         return self.shifted(words, 4 * (quad % 2))
 
     def _patterns(self, pattern: int) -> Value:
-        """Return the words of the 16 rows' patterns, read one by one."""
+        """Emit i32 × 16, one pattern of each row, loaded one by one from the grid's table."""
         b, table = self.b, _table_of(self.b, self.layout)
         words: Value = ir.Constant(I32X16, ir.Undefined)
         for lane in range(LANES):
@@ -174,7 +179,7 @@ class GatheredPatterns(PatternCodes):
         return words
 
     def _nibble(self, lane: int) -> Value:
-        """Return the four bits of a row's record, under those of the next ones."""
+        """Load the four bits of row `lane` for this record, as an i64. The bits above belong to later records."""
         b, at = self.b, simd.offset(self.b, self.record.base, self.layout.nibbles_at + 4 * lane)
         return b.lshr(b.zext(load(b, at, I32, 4), I64), b.shl(self.record.index, constant(I64, 2)))
 
@@ -200,14 +205,14 @@ class PermutedPatterns(PatternCodes):
         return spread(self.b, self.once(f"words {quad // 2}", lambda: self._words(quad // 2)), 16 * (quad % 2), 4)
 
     def _words(self, pair: int) -> Value:
-        """Return the patterns of two neighbouring quads, 16 bits each."""
+        """Emit the patterns of two neighbouring quads, 16 bits each, as i32 × 16."""
         halves = [self.b.bitcast(self._bytes(pair // 2, half), I8X64) for half in range(2)]
         order = [4 * lane + 2 * (pair % 2) + i // 2 + 64 * (i % 2) for lane in range(LANES) for i in range(4)]
         shuffled = self.b.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 64), order))
         return self.b.bitcast(shuffled, I32X16)
 
     def _bytes(self, vector: int, half: int) -> Value:
-        """Return the low or high bytes of the patterns whose numbers are in a vector."""
+        """Emit the low (0) or high (1) bytes of the 64 patterns whose indices are in a vector."""
         return self.once(f"bytes {vector} {half}", lambda: self._look_up(vector, half))
 
     def _look_up(self, vector: int, half: int) -> Value:
@@ -227,7 +232,7 @@ class PermutedPatterns(PatternCodes):
         return load(self.b, simd.offset(self.b, self.where, 64 * vector), I8X64, 16)
 
     def _ninth(self) -> Value:
-        """Return the ninth bits of the patterns' numbers, as a mask of bytes."""
+        """Emit the ninth bits of the patterns' indices, as a mask of 64 lanes."""
         b, order = self.b, ir.Constant(ir.VectorType(I32, 64), [4 * (byte // 4) for byte in range(64)])
         words = b.bitcast(nibbles(b, self.layout, self.record), I8X64)
         tested = b.and_(b.shuffle_vector(words, words, order), ir.Constant(I8X64, [1, 2, 4, 8] * LANES))
@@ -235,7 +240,7 @@ class PermutedPatterns(PatternCodes):
 
 
 def make_low_codes(b: Builder, layout: Layout, arithmetic: Arithmetic, record: Record) -> LowCodes:
-    """Return the reader of a record's low codes."""
+    """Return the reader of a record's low codes, for its layout and instruction set."""
     if layout.has_trits:
         return TritCodes(b, layout, arithmetic, record)
     if not layout.grid:

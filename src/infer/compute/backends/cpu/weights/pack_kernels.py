@@ -141,7 +141,7 @@ def make_pack_block(layout: Layout) -> Any:
 
 
 def _make_store_nibbles(layout: Layout) -> Any:
-    """Return store(source, out, lane), which stores a row's four bits for each record of a super-block."""
+    """Return store(source, out, lane), which stores a row's four bits for each of 8 records in a super-block."""
     at, contents = layout.nibbles_at, layout.nibbles
     if not contents:
         return njit(forceinline=True)(lambda source, out, lane: None)
@@ -158,7 +158,10 @@ def _make_store_nibbles(layout: Layout) -> Any:
 
 
 def _make_store_scales(layout: Layout) -> Any:
-    """Return store(source, index, record, lane): it stores a record's small scales and minima, or E4M3 ones as f16."""
+    """Return store(source, index, record, lane), which stores the scales and minima of a row in record `index`.
+
+    They are small integers, or E4M3 scales converted to f16. It does nothing if records have none of their own.
+    """
     if layout.has_nibbles:
         return _make_store_scale_pair(layout)
     fields, parts, per_super = BLOCK_FIELDS[layout.type], layout.parts, layout.records_per_super
@@ -184,7 +187,7 @@ def _make_store_scales(layout: Layout) -> Any:
 
 
 def _make_store_scale_pair(layout: Layout) -> Any:
-    """Return store(source, index, record, lane), which stores a record's two scales as they are stored in the block."""
+    """Return store(source, index, record, lane), which stores a record's two 4-bit scales of a row in one byte."""
     stored, scale_at = make_stored_scale(BLOCK_FIELDS[layout.type]), layout.scale_at
 
     @njit(forceinline=True)
@@ -196,7 +199,7 @@ def _make_store_scale_pair(layout: Layout) -> Any:
 
 
 def _make_pack_float(layout: Layout) -> Any:
-    """Return pack(source, out, lane), which packs as many numbers of a row as lie side by side in a group."""
+    """Return pack(source, out, lane), which copies one number of a row, or the two that lie side by side in a group."""
     width = layout.low_bits // 8 * layout.neighbours
 
     @njit(forceinline=True)
@@ -210,7 +213,7 @@ def _make_pack_float(layout: Layout) -> Any:
 
 
 def _make_pack_scaled_floats(layout: Layout) -> Any:
-    """Return pack(source, out, lane), which packs an f32 scale and the bytes after it."""
+    """Return pack(source, out, lane), which copies a row's f32 scale and the E4M3 bytes after it into a super-block."""
     header, num_inputs = layout.super_header, BLOCK_TYPES[layout.type].block_size
 
     @njit(forceinline=True)

@@ -22,6 +22,15 @@ _CACHE_LINE = 64
 @final
 @dataclass(frozen=True)
 class PackedWeight(Weight):
+    """A matrix packed for the CPU's kernels.
+
+    Attributes:
+        layout: The layout of its groups of 16 rows.
+        shape: Number of rows and of inputs. The last group is padded with rows of zeros.
+        data: uint8, one group after another. For experts that are read from a file, the groups of the frames.
+        planes: Number of int8 planes of the activations that it is multiplied with: 2 for exact, 1 for fast.
+    """
+
     layout: Layout
     shape: tuple[int, int]
     data: Tensor  # uint8, the groups one after another; of experts that are read from a file, the frames' groups
@@ -41,12 +50,12 @@ class PackedWeight(Weight):
 
     @property
     def form(self) -> int:
-        """Form of the activations that the matrix is multiplied with: `layouts`."""
+        """Form of the activations that the matrix is multiplied with (`layouts.activation_bytes`)."""
         return instruction_set().form(self.layout, self.planes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's activations."""
+        """Bytes of a token's activation records for this matrix."""
         return self.layout.token_bytes(self.form, self.in_features)
 
     def data_at(self, group: int = 0) -> int:
@@ -74,7 +83,7 @@ class Pieces:
         self._taking = threading.RLock()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return memory whose pages are zero until they are written."""
+        """Return uint8 memory, aligned to 64 bytes. Its pages are zero until they are written."""
         with self._taking:
             piece = self._newest()
             if piece is None or self._taken + num_bytes > len(piece):

@@ -62,7 +62,11 @@ def _pack(weights: Sequence[Source], planes: int) -> PackedWeight:
 
 
 def pack_into(weights: Sequence[Source], packed: PackedWeight, group: int) -> None:
-    """Pack weights in order, from a group of the packed one on: in each round, some groups of each thread's share."""
+    """Pack weights one after another into `packed`, from group `group` on, on all threads.
+
+    Each thread packs the groups that will be its share of the products, some of them per round. So little memory is
+    used beside the packed weight.
+    """
     starts = list(accumulate((-(-weight.out_features // LANES) for weight in weights), initial=group))
     num_groups, num_threads = starts[-1] - group, thread_pool().num_threads
     num_rounds = -(-num_groups * LANES * weights[0].row_bytes // _BYTES_AT_ONCE)

@@ -43,28 +43,28 @@ _I8X32 = ir.VectorType(I8, 2 * LANES)
 
 
 def alternate(*series: Sequence[Emitter]) -> None:
-    """Call the emitters of all series, each series in its order, evenly mixed."""
+    """Call the emitters of all series, evenly interleaved. Each series keeps its order."""
     places = [((index + 0.5) / len(emitters), emitter) for emitters in series for index, emitter in enumerate(emitters)]
     for _, emitter in sorted(places, key=lambda place: place[0]):
         emitter()
 
 
 class PackedRecords:
-    """Reads packed records of a block type, for emitters of tiles and for `make_unpack`."""
+    """Emitter of reads of packed records of a block type, for tiles and for `make_unpack`."""
 
     def __init__(self, b: Builder, layout: Layout, isa: InstructionSet) -> None:
         self.b, self.layout, self.arithmetic, self.inputs = b, layout, arithmetic_of(isa), isa.inputs
         self.offset = self.arithmetic.offset(layout)
 
     def quads(self, record: Record) -> Quads:
-        """Return quads(n), which emits a quad of the record with the offset that `arithmetic` wants."""
+        """Return quads(n), which emits quad n of the record. Its bytes still have the offset of `Arithmetic.offset`."""
         return partial(self.quad, self.low_codes(record), record)
 
     def low_codes(self, record: Record) -> LowCodes:
         return make_low_codes(self.b, self.layout, self.arithmetic, record)
 
     def quad(self, low: LowCodes, record: Record, quad: int) -> Value:
-        """Emit a quad: 64 values as bytes in an i32 × 16, lane r the 4 inputs of row r, codes looked up."""
+        """Emit a quad: 64 weights as the bytes of an i32 × 16. Lane r has 4 inputs of row r. Codes are looked up."""
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         values = self._low(low, quad)
         if bits == 8:
@@ -85,7 +85,10 @@ class PackedRecords:
         return self.arithmetic.look_up(b, values, codes)
 
     def _low(self, low: LowCodes, quad: int) -> Value:
-        """Return a quad's low codes. Trits and patterns are stored in the same order for every instruction set."""
+        """Emit the low codes of a quad, in the row order of the instruction set.
+
+        Trits and patterns are packed in the same order for every instruction set, so they may be reordered here.
+        """
         if self.inputs == 4 or not (self.layout.has_trits or self.layout.grid):
             return low.quad(quad)
         lanes = [8 * (quad % 2) + lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
@@ -93,9 +96,10 @@ class PackedRecords:
         return self.b.shuffle_vector(*pair, ir.Constant(I32X16, lanes))
 
     def _high(self, weights: Value, quad: int) -> tuple[Value, int]:
-        """Return a vector with the high bits of a quad, with others' bits around them, and their place in a byte.
+        """Emit (a vector with the high bits of a quad, the place of the lowest of them in a byte).
 
-        It is the one above the low bits, or up to bit 5 if bytes are looked up in 64: then shifts are few.
+        Bits of other quads are around them. The place is just above the low bits, or up to bit 5 if bytes are looked up
+        in 64 entries: then shifts are few.
         """
         b, layout, bits = self.b, self.layout, self.layout.low_bits
         vector, bit = (0, quad) if layout.high_bits == 1 else (quad // 4, 2 * (quad % 4))
@@ -106,7 +110,7 @@ class PackedRecords:
         return b.shl(high, constant(I32X16, shift)) if shift > 0 else b.lshr(high, constant(I32X16, -shift)), place
 
     def _deltas(self, record: Record, quad: int) -> Value:
-        """Return 2 for each value of a quad whose delta is negative, from the signs of its row."""
+        """Emit 2 in each byte of a quad whose delta is negative, else 0."""
         b, eight = self.b, quad // 2
         bits = nibbles(b, self.layout, record)
         if self.inputs == 8:  # of a pair of quads, the first is rows 0–7 and the second rows 8–15
@@ -116,12 +120,12 @@ class PackedRecords:
         return b.and_(filled, constant(I32X16, 0x02020202))
 
     def _bytes(self, where: Value) -> Value:
-        """Load a byte of each row as an i32, signed if scales are."""
+        """Load one byte per row as i32 × 16: signed scales, or unsigned ones beside minima."""
         widen = self.b.sext if self.layout.has_signed_scales else self.b.zext
         return widen(load(self.b, where, ir.VectorType(I8, LANES), 16), I32X16)
 
     def super_scales(self, base: Value) -> tuple[Value, Value]:
-        """Load d × the type's factor and dmin of a super-block, f32 × 16 each; None if the type has none."""
+        """Load the super-block's scale d × `layout.factor`, and its dmin, f32 × 16 each; None if the type has none."""
         b, layout = self.b, self.layout
         if layout.records_per_super == 1:
             return None, None
@@ -130,7 +134,7 @@ class PackedRecords:
         return scale if layout.factor == 1 else b.fmul(scale, constant(F32X16, layout.factor)), minimum
 
     def scales(self, record: Record, super_scale: Value, super_minimum: Value) -> tuple[list[Value], list[Value]]:
-        """Return the record's scales and minima, one per half or one for the whole, as floats without rounding."""
+        """Return (scales, minima) of a record: lists of f32 × 16, one per part of the record. No product is rounded."""
         b, layout = self.b, self.layout
         at, minimum_at = (simd.offset(b, record.where, offset) for offset in (layout.scale_at, layout.minimum_at))
         if layout.records_per_super == 1:
@@ -168,7 +172,8 @@ class PackedRecords:
     def unpack(self, record: Record, ahead: Value, to: Value, *, keeps_offset: bool = False) -> list[Emitter]:
         """Return emitters that unpack a record to the address `to`, which is aligned to 64 bytes.
 
-        The first also prefetches the record that lies `ahead` bytes later. `keeps_offset` stores q + offset.
+        The first one also prefetches the record that is `ahead` bytes later. If `keeps_offset`, bytes are q + offset,
+        else q.
         """
         b = self.b
         low, offset = self.low_codes(record), 0 if keeps_offset else self.offset
@@ -190,7 +195,7 @@ class PackedRecords:
 
 
 class UnpackedRecords:
-    """Reads records that `PackedRecords.unpack` has stored."""
+    """Emitter of reads of the records that `PackedRecords.unpack` has stored."""
 
     def __init__(self, b: Builder, layout: Layout) -> None:
         self.b, self.layout = b, layout
@@ -228,7 +233,7 @@ def make_unpack(layout: Layout, isa: InstructionSet, *, keeps_offset: bool = Fal
 
 
 def _load_exponent(b: Builder, where: Value) -> Value:
-    """Return 2^(e − 128) of 16 bytes e, as in MXFP4: the two smallest are subnormal."""
+    """Load 16 bytes e and return 2^(e − 128), f32 × 16, as in MXFP4. For e = 0 and 1 that is subnormal."""
     exponent = b.zext(load(b, where, ir.VectorType(I8, LANES), 16), I32X16)
     normal = b.shl(b.sub(exponent, constant(I32X16, 1)), constant(I32X16, 23))
     subnormal = b.shl(constant(I32X16, 0x00200000), b.and_(exponent, constant(I32X16, 1)))
@@ -236,14 +241,14 @@ def _load_exponent(b: Builder, where: Value) -> Value:
 
 
 def float_scale(b: Builder, base: Value) -> Value:
-    """Return the scale of a super-block's numbers as `floats_of` yields them."""
+    """Load the f32 × 16 scales of a super-block of E4M3 numbers, multiplied for the numbers that `floats_of` yields."""
     return b.fmul(load(b, base, F32X16, 16), constant(F32X16, simd.E4M3_BY_HALF))
 
 
 def floats_of(b: Builder, layout: Layout, where: Value, count: int) -> Iterator[Value]:
-    """Yield the numbers of 16 rows for each of `count` inputs, loaded when they are used.
+    """Yield f32 × 16 rows for each of `count` inputs, from the address `where` on. Each is loaded when it is used.
 
-    E4M3's lack `simd.E4M3_BY_HALF`.
+    Numbers of E4M3 are too small by the factor `simd.E4M3_BY_HALF`.
     """
     size = layout.record_bytes // BLOCK
     if layout.type == "F8_E4M3":
@@ -266,7 +271,7 @@ def floats_of(b: Builder, layout: Layout, where: Value, count: int) -> Iterator[
 
 
 def unpack_floats(b: Builder, layout: Layout, record: Record, to: Value) -> None:
-    """Store a record's numbers as a record of F32, multiplied by their scales."""
+    """Store a record of a float type at `to` as f32 [32 inputs, 16 rows], multiplied by the scales if there are any."""
     scale = float_scale(b, record.base) if layout.super_header else None
     prefetch(b, simd.offset(b, record.where, FAR), layout.record_bytes)
     for index, value in enumerate(floats_of(b, layout, record.where, BLOCK)):

@@ -275,7 +275,7 @@ class FrozenBias(Mapping[int, float]):
 @final
 @dataclass(frozen=True)
 class Bias(Kind):
-    """Numbers by token id. An empty map becomes None."""
+    """A map from token ids to numbers. An empty map becomes None."""
 
     @property
     def rule(self) -> str:

@@ -71,12 +71,12 @@ def apply_options(options: Sequence[Callable[[Function], Function]], function: F
 
 
 def option(*flags: str, **settings: Any) -> Any:
-    """Declare a field as an option. Without flags, the option has the field's name."""
+    """Declare a field as an option of its command. Without flags, it has the field's name. `settings` are click's."""
     return field(metadata={_DECLARATION: (click.option, flags, {"show_default": True, **settings})})
 
 
 def argument(**settings: Any) -> Any:
-    """Declare a field as an argument."""
+    """Declare a field as a positional argument of its command. `settings` are those of `click.argument`."""
     return field(metadata={_DECLARATION: (click.argument, (), settings)})
 
 

@@ -161,7 +161,7 @@ class MarkdownStyle:
         self._is_table, self._is_fence = False, False
 
     def feed(self, text: str) -> Iterator[str]:
-        """Yield the characters, and between them escape sequences that change the style."""
+        """Yield the text's characters as they are, and escape sequences between them that change the style."""
         for character in text:
             yield from self._take(character)
 

@@ -131,7 +131,7 @@ class WeightLoader:
         return dense(self.weights[self.prefix + name]).to(self.backend.device, torch.float32)
 
     def xielu_curve(self, name: str) -> Float[Tensor, "4"]:
-        """Return the values with which xIELU is computed: files have a and b − c in the form log(e^x − 1)."""
+        """Return the four values with which xIELU is computed. Files have a and b − c in the form log(e^x − 1)."""
         rising, falling, slope, most = (self.vector(f"{name}.{each}") for each in XIELU)
         return torch.cat([softplus(rising), slope + softplus(falling), slope, most])
 

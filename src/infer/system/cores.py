@@ -241,7 +241,7 @@ def visit(cpus: Set[int]) -> Iterator[None]:
 
 
 def keep_rank_on_node(rank: int, num_ranks: int, num_threads: int) -> None:
-    """Pin the calling thread, and all threads that a rank's process starts later, to the rank's node."""
+    """Pin the calling thread to the NUMA node of a rank, and so all threads that the rank's process starts later."""
     allowed = _affinity()
     if allowed is not None:
         _keep_on(cpus_of_rank(rank, num_ranks, num_threads, allowed))

@@ -156,12 +156,11 @@ class Captured(Recorded):
 
     @abstractmethod
     def launch(self, step: SampledStep, behind: PendingStep | None = None) -> PendingStep:
-        """Run a step, and sample after each chunk with logits: the drafts that were right, and the token after them.
+        """Run a step, and sample after each chunk with logits: its drafts while they are right, then one more token.
 
-        If the device can run steps on its own, the step may still run when this returns.
-
-        With `behind`, a step that is running and was launched last, a chunk may be one id of
-        `operands.step.sampled_after`. A recording whose steps have ended when `launch` returns is never asked for it.
+        If the device can run steps on its own, the step may still run when this returns. `behind` is the step launched
+        last, if it still runs: a chunk may then be one id of `operands.step.sampled_after`. A recording whose steps
+        have always ended when `launch` returns never gets `behind`.
         """
 
     def follow(self, chunks: Sequence[Chunk], starts: Sequence[int], count: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory of matrices and of a step's buffers on a GPU: weight planes, float32 between kernels. No torch, no Triton."""
+"""Bytes of matrices and of a step's buffers on a GPU, where kernels pass float32 to each other. No torch, no Triton."""
 
 from collections.abc import Mapping
 

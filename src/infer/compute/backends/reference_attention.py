@@ -131,7 +131,7 @@ def split_heads(qkv: Float[Tensor, "tokens out"], heads: Heads) -> list[Float[Te
 
 
 def output_gates(qkv: Float[Tensor, "tokens out"], heads: Heads) -> Float[Tensor, "tokens heads_dim"]:
-    """Return the factor of each element of what the heads attend to."""
+    """Return the gates that multiply attention's outputs: sigmoid or softplus of the last columns of `qkv`."""
     num_gates = heads.num_heads * (1 if heads.are_gates_of_heads else heads.head_dim)
     gates = qkv[:, heads.gate_start :][:, :num_gates]
     gates = torch.sigmoid(gates) if heads.gate_curve == "sigmoid" else F.softplus(gates)

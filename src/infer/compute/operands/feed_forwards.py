@@ -139,7 +139,7 @@ class PerLayerInput:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Values per token of each tensor that ranks of a group gather."""
+        """Number of values per token of each tensor that the ranks of a group gather from each other."""
         return (self.dim,)
 
     def shapes(self, hidden: int) -> Shapes:

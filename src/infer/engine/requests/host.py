@@ -185,7 +185,10 @@ class Host:
         return f"fp_{_digest(repr((*model, sorted(self.facts.sampling_defaults.items()))))[:16]}"
 
     def limit(self, max_running: int, gap_seconds: float) -> None:
-        """Set `Engine.limit` before the next step. Does not wait."""
+        """Call `Engine.limit` before the next step: limits of running sequences, and of a step's seconds.
+
+        This does not wait for the step.
+        """
         if self.engine_if_any is not None:
             self.loop.call(once(self.engine_if_any.limit, max_running, gap_seconds))
 

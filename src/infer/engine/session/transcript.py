@@ -22,7 +22,10 @@ class Turn(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation. Ids after the last turn belong to no message. `template` has the chat template's variables."""
+    """A session's conversation, as token ids and as messages.
+
+    Ids after the last turn are raw text, and belong to no message. `template` has the chat template's variables.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -165,7 +165,10 @@ class StepTimes:
         return (self._pace or 1.0) * (self._between(num_tokens) if known is None else known.cost)
 
     def promised(self, num_tokens: int) -> float:
-        """Return an optimistic time of a step: lower than `seconds` if this size was measured rarely or long ago."""
+        """Return an optimistic time of a step, in seconds.
+
+        It is lower than `seconds` if this number of tokens was measured rarely or long ago.
+        """
         known = self._costs.get(num_tokens)
         if known is None:
             return self.seconds(num_tokens)

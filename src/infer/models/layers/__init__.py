@@ -30,7 +30,7 @@ LoadedFeedForward = LoadedDense | LoadedExperts
 @final
 @dataclass(frozen=True)
 class LoadedLayer:
-    """The loaded twin of `Layer`."""
+    """A layer of a loaded model: the mixer and the feed-forward of `Layer`, with their weights."""
 
     mixer: LoadedMixer | None
     feed_forward: LoadedFeedForward | None

@@ -134,7 +134,10 @@ class MemoryBudget:
 
     @property
     def history(self) -> int:
-        """The history of full rows with their ids, or of all rows on a device, on which there are no other ids."""
+        """Bytes of the sampler's history, which counts tokens per row, with the ids of its rows.
+
+        On the CPU it is of the rows that are full. A device allocates it for all rows.
+        """
         rows, id_bytes = (self.load.step.logits, 4) if self._rules.IS_TAKEN_AT_ONCE else (self._num_full, 8)
         return rows * (8 * self.architecture.vocab_size + id_bytes * self.num_tokens)
 

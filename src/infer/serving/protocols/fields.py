@@ -350,7 +350,7 @@ def check_body(content: bytes) -> None:
 
 
 def body_from(given: Any, kind: type[_Body], reading: Reading) -> _Body:
-    """Return the body of parsed JSON. Raises BodyError."""
+    """Return parsed JSON as a body of this kind. Raises BodyError for a wrong field, which the message names."""
     if isinstance(given, dict):
         given = _settled_object(kind.complete(dict(given), reading), kind, "", reading)
     try:

@@ -119,10 +119,10 @@ def read_grammar(
     try_: Callable[[Source], str],
     search_seconds: float = SEARCH_SECONDS,
 ) -> Read:
-    """Return the source. `try_` compiles a source and returns the problem, or "".
+    """Return a grammar's source, after `try_` has compiled it. `try_(source)` returns the problem, or "".
 
-    After `search_seconds` no smaller parts of a schema are searched. Raises InvalidRequestError that points into the
-    grammar.
+    Parts of a schema are searched for the problem for at most `search_seconds`. Raises InvalidRequestError that points
+    into the grammar.
     """
 
     def problem_of(text: str) -> str:

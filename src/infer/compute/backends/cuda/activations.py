@@ -36,9 +36,10 @@ NUM_PLANES = {0: 1, 1: 1, 2: 2, BF16_PLANES.value: 3, F16_PLANES.value: 2}  # by
 
 @triton.jit
 def store_planes(codes, value, tokens, inputs, width, mask, FORM: tl.constexpr):
-    """Store a value in the planes of a form of 16 bits; for f16, the value is lifted.
+    """Store float32 values in the planes of form BF16_PLANES or F16_PLANES: a plane has what the planes before it lack.
 
-    `tokens` and `inputs` broadcast to the value's shape. A plane of a token has `width` numbers.
+    `codes` points to 16-bit floats [tokens, planes, width]. `tokens` and `inputs` broadcast to the value's shape. For
+    f16 the values are scaled first (`lifted`).
     """
     count: tl.constexpr = 3 if FORM == BF16_PLANES else 2
     dtype: tl.constexpr = tl.bfloat16 if FORM == BF16_PLANES else tl.float16

@@ -314,7 +314,12 @@ def convolve_tokens(
     projected, width, taps, bias, pages, out, left, rows, positions, num_tokens,
     CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of some channels, and B × u in the cache. A padding token gets NaN and writes no page."""
+    """Store C × conv(B × u) for some channels of a token, and its B × u in the cache.
+
+    A program has 32 × BLOCKS channels of one token. It reads `projected` [tokens, width] of B, C and u, and cached
+    inputs in `pages`. It writes `out` [tokens, CHANNELS] and, with LEAVES, quantised blocks to `left`. A padding token,
+    whose row is −1, gets NaN and writes no page.
+    """
     token = tl.program_id(0).to(tl.int64)
     first, i = tl.program_id(1) * (BLOCKS * 32), tl.arange(0, BLOCKS * 32)
     channels, end = first + i, CHANNELS - first

@@ -67,7 +67,7 @@ class Graphs(ABC):
 
 @final
 class CudaGraphs(Graphs):
-    """CUDA graphs that share one memory pool: they run one after the other, and results are kept."""
+    """CUDA graphs that share one memory pool. So they must run one after the other. Their results stay in the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

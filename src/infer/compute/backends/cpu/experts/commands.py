@@ -145,7 +145,7 @@ def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Ar
 
 
 def exchange_sums(run: Run, residual: Tensor, shares: Shares) -> None:
-    """Append what replaces the other ranks' columns of the residual stream by the sums that those ranks made."""
+    """Append the commands that gather the residual stream's columns: each rank has added to its own columns only."""
     first, end = shares.own
     sums, column = run.columns("expert sums", run.capacity, end - first, shares)
     _copy_columns(run, (residual, first), (sums, column), end - first)

@@ -79,7 +79,7 @@ def place_of(b: Builder, group: Value, token: Value) -> Value:
 
 
 def store_sums(b: Builder, sums: list[list[Value]], out: Value) -> None:
-    """Emit the stores of a tile's sums, f32 × 16 rows by group and column."""
+    """Emit the stores of a tile's sums, by group and column, at `out`: f32 [group, 16 tokens, 16 rows]."""
     for group, totals in enumerate(sums):
         for column, total in enumerate(totals):
             simd.store_f32(b, simd.offset(b, out, TILE_BYTES * group + COLUMN_BYTES * column), total)

@@ -1,9 +1,13 @@
-"""Low codes of a record's quads, as `layouts` stores them: bits, trits, or numbers of a grid's patterns.
+"""Low codes of a record's quads, as `layouts` stores them: bits, trits, or indices of a grid's patterns.
 
-Trits are 0, 1 or 2. The 8 trits of a byte's place in quads 0–7 have 14 bits: three trits in 5 bits, three in 5, and two
-in 4. Byte 4 r + b of the first 64 holds the low 4 bits of the first three (of row r, input b of each quad), and of the
-second three above them. Six bits are left: the last two trits, then the fifth bits. Of row r they are bits 6 b to
-6 b + 5 of three bytes, two at 64 + 2 r and one at 96 + r.
+Trits are 0, 1 or 2. Quads 0–7 have 8 trits for each row r and input b. They are stored in 14 bits:
+
+    quads 0–2   a code of 5 bits   low 4 bits: byte 4 r + b, in its low half     fifth bit: among the six
+    quads 3–5   a code of 5 bits   low 4 bits: byte 4 r + b, in its high half    fifth bit: among the six
+    quads 6–7   a code of 4 bits   all bits are among the six
+
+The six bits of row r and input b are that code of 4 bits, then the two fifth bits. They are bits 6 b to 6 b + 5 of the
+row's 24 bits: two bytes at 64 + 2 r, and the third at 96 + r.
 """
 
 from abc import ABC, abstractmethod

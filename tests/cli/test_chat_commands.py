@@ -15,7 +15,7 @@ from infer.cli import chat_commands
 from infer.cli.chat_commands import Question, calls_shown, completions, run_command
 from infer.cli.chat_prompt import history_path, read_history
 from infer.cli.chat_session import ChatSession
-from infer.cli.commands.replay import read_permalink
+from infer.cli.commands.replay_command import read_permalink
 from infer.errors import InvalidRequestError
 from infer.outputs import GenerationResult
 from infer.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ from cases import cases
 from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams, Tokenizer
 from infer.cli import subcommands
-from infer.cli.commands.replay import HOST, Permalink, body_of, read_permalink, sha256_of
+from infer.cli.commands.replay_command import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.bodies import Served as ModelOfBody
 from infer.serving.protocols.fields import read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody

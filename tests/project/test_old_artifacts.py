@@ -20,7 +20,7 @@ import store_answers
 from cases import cases
 from infer import LLM, InvalidRequestError, SamplingParams
 from infer.cli import main
-from infer.cli.commands.replay import read_permalink
+from infer.cli.commands.replay_command import read_permalink
 from infer.engine.prefixes import prefix_disk
 from infer.engine.session import session_file
 

@@ -174,7 +174,7 @@ class ChatSession:
         Its prompt is ids if the tokenizer encodes the conversation differently. Raises InvalidRequestError for an
         answer that was stopped, and for a request that no route of the server accepts.
         """
-        from infer.cli.commands.replay import Permalink, body_of
+        from infer.cli.commands.replay_command import Permalink, body_of
 
         last = self.last_answer()
         if last.result.finish_reason == "abort":

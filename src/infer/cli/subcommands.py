@@ -183,7 +183,7 @@ def replay(context: click.Context, options: command_options.ReplayOptions) -> in
     Exit status: 0 if the answer is the same, 1 if it differs. Without -m the link's own model answers, if it is on this
     machine.
     """
-    from infer.cli.commands.replay import model_of, read_permalink, read_request, run_replay
+    from infer.cli.commands.replay_command import model_of, read_permalink, read_request, run_replay
 
     is_stdin = options.permalink == "-"
     link = read_permalink(read_text(Path("-"), "the permalink") if is_stdin else options.permalink)

@@ -38,7 +38,7 @@ def answer_one(model: "infer.LLM", prompt: Prompt, params: SamplingParams, optio
     writer, line = TextWriter(sys.stdout), PrefillLine()
     is_text = not (options.as_json or options.as_lines)
     if options.permalink:
-        from infer.cli.commands.replay import Permalink, body_of
+        from infer.cli.commands.replay_command import Permalink, body_of
 
         body = body_of(prompt, params, options.model)
 

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from infer import LLM, AsyncLLM, InvalidRequestError, SamplingParams, Stream
 from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
+from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError
 from infer.serving.server.endpoint import while_connected
 from infer.serving.server.server_state import ServerState
@@ -278,12 +279,23 @@ def test_answers_under_way_end_when_their_model_is_closed(folder: Path, monkeypa
     assert [result.finish_reason for result in found] == ["length", "abort", "abort"]
 
 
-def test_a_callback_may_close_the_model(folder: Path) -> None:
+def test_a_callback_may_close_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(folder, capture=False)
     result = llm.generate("hello", LONG, on_token=lambda token_id, text: llm.close())
     assert (result.finish_reason, len(result.token_ids)) == ("abort", 1)
-    llm = LLM(folder, capture=False)
-    result = llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=lambda done, total: llm.close())
+    llm, is_closing, accept = LLM(folder, capture=False), threading.Event(), Sequence.accept
+
+    def held_accept(*given: Any) -> Any:
+        is_closing.wait()
+        time.sleep(0.005)  # else the answer ends before a busy machine goes on with the callback
+        return accept(*given)
+
+    def close(done: int, total: int) -> None:
+        is_closing.set()
+        llm.close()
+
+    monkeypatch.setattr(Sequence, "accept", held_accept)
+    result = llm.generate([5] * 40, LONG, prefill_chunk=8, on_prefill=close)
     assert (result.finish_reason, len(result.token_ids) < LONG.max_new_tokens) == ("abort", True)
     with pytest.raises(ClosedError):
         llm.generate("hello")

@@ -21,7 +21,7 @@ _CODE = re.compile(r"[a-z]+(_[a-z]+)*")
 _MESSAGE_EVENT = re.compile(r"(message|content_block)_(start|stop|delta)|(text|thinking|input_json)_delta")
 _RESPONSE_EVENT = re.compile(r"(?:response\.)?([a-z_]+\.(?:delta|added|done)|(?<=response\.)[a-z_]+)")
 _FOR_DEVELOPERS = ("clients", "dev", "docs")
-_CODE_PLACE = {"refuse": 2, "BodyError": 2, "ApiError": 4, "error_line": 1}  # the argument that is an error's code
+_CODE_PLACE = {"refuse": 2, "BodyError": 2, "ApiError": 4, "error_line": 0}  # the argument that is an error's code
 
 
 def module_trees() -> Iterator[ast.Module]:

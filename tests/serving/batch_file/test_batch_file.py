@@ -24,7 +24,7 @@ from infer.errors import InferError, InvalidRequestError
 from infer.outputs import GenerationResult, GenerationTiming, TokenLogprob, ToolCall
 from infer.serving.batch_file import answering, workers
 from infer.serving.batch_file.answering import answer_rows
-from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, error_line, read_rows, result_line
+from infer.serving.batch_file.batch_rows import BatchSettings, Line, Row, read_rows
 from infer.serving.batch_file.output_file import OutputFile
 from infer.serving.batch_file.workers import answer_by_workers
 from infer.serving.protocols.bodies import seed_of
@@ -91,7 +91,7 @@ def test_a_malformed_row_has_a_problem(record: Any, problem: str) -> None:
 
 
 def line_of(result: GenerationResult, url: str | None = None) -> Any:
-    return json.loads(result_line(Row("a", url), result, "m", SPELLING).text)
+    return json.loads(Row("a", url).result_line(result, "m", SPELLING).text)
 
 
 def test_a_line_has_the_warnings_of_its_answer() -> None:
@@ -116,14 +116,14 @@ def test_a_result_is_a_line_without_a_clock() -> None:
     assert ended["response"]["body"]["choices"][0]["logprobs"]["content"] == []
     (choice,) = line_of(result(logprobs=None), "/v1/completions")["response"]["body"]["choices"]
     assert choice == {"index": 0, "text": "ü", "logprobs": None, "finish_reason": "stop"}
-    failed = result_line(Row("a"), result(finish_reason="error", stop_reason="logits", error="NaN"), "m", SPELLING)
-    assert failed == error_line(Row("a"), "logits", "NaN", "m")
+    failed = Row("a").result_line(result(finish_reason="error", stop_reason="logits", error="NaN"), "m", SPELLING)
+    assert failed == Row("a").error_line("logits", "NaN", "m")
     assert failed.has_failed
 
 
 def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> None:
     path, row = tmp_path / "out.jsonl", Row("b", "/v1/completions")
-    lines = [result_line(Row("a"), result(), "m", SPELLING).text, error_line(row, "x", "y", "m").text]
+    lines = [Row("a").result_line(result(), "m", SPELLING).text, row.error_line("x", "y", "m").text]
     path.write_text("".join(lines) + lines[0][:20], encoding="utf-8")
     with OutputFile(path, "m") as output:
         assert (output.finished, output.num_failed) == ({"a", "b"}, 1)
@@ -140,8 +140,8 @@ def test_a_torn_line_is_cut_and_failed_rows_are_asked_again(tmp_path: Path) -> N
 
 
 def test_failed_rows_of_an_earlier_run_are_counted_wherever_they_stand(tmp_path: Path) -> None:
-    path, good = tmp_path / "out.jsonl", result_line(Row("a"), result(), "m", SPELLING).text
-    failed = [error_line(Row(name), "x", "y", "m").text for name in "bc"]
+    path, good = tmp_path / "out.jsonl", Row("a").result_line(result(), "m", SPELLING).text
+    failed = [Row(name).error_line("x", "y", "m").text for name in "bc"]
     path.write_text("".join([*failed, good]), encoding="utf-8")
     with OutputFile(path, "m") as output:
         assert (output.finished, output.num_failed) == ({"a", "b", "c"}, 2)
@@ -204,7 +204,7 @@ def test_a_key_that_appears_twice_is_refused(rest: str) -> None:
 def test_a_finished_output_is_not_taken_for_that_of_another_seed(tmp_path: Path) -> None:
     source, path = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"id": "own", "prompt": "x", "seed": 7}\n{"id": "a", "prompt": "x"}\n')
-    answers = [result_line(Row(name), result(seed=seed), "smollm2", SPELLING).text
+    answers = [Row(name).result_line(result(seed=seed), "smollm2", SPELLING).text
                for name, seed in (("own", 7), ("a", seed_of(3, "a")))]  # fmt: skip
     path.write_text("".join(answers), encoding="utf-8")
     assert len({seed_of(seed, name) for seed in (0, 1) for name in ("a", "b", "1")}) == 6

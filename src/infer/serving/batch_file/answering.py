@@ -20,15 +20,7 @@ from infer.engine.texts.text_tasks import TextTask, classifier_of, classify, emb
 from infer.errors import InferError, InvalidRequestError
 from infer.llm import LLM
 from infer.sampling_params import values_from, without_zeros
-from infer.serving.batch_file.batch_rows import (
-    BatchSettings,
-    Row,
-    TextsBody,
-    Write,
-    refusal_line,
-    result_line,
-    texts_line,
-)
+from infer.serving.batch_file.batch_rows import BatchSettings, Row, TextsBody, Write
 from infer.serving.protocols.bodies import Served, seed_of
 from infer.serving.protocols.events import Spelling
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
@@ -51,7 +43,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
             try:
                 sequence = _sequence_of(llm, row, settings)
             except InvalidRequestError as error:
-                write(refusal_line(row, error, settings.model))
+                write(row.refusal_line(error, settings.model))
             else:
                 under_way[number] = row
                 yield number, sequence
@@ -61,7 +53,7 @@ def answer_rows(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: W
         row = under_way.pop(number)
         if result.finish_reason != "abort":
             shown = replace(result, warnings=row.warnings + result.warnings)
-            write(result_line(row, shown, settings.model, spelling))
+            write(row.result_line(shown, settings.model, spelling))
 
 
 def _sequence_of(llm: LLM, row: Row, settings: BatchSettings) -> Sequence:
@@ -97,7 +89,7 @@ def answer_texts(llm: LLM, rows: Iterable[Row], settings: BatchSettings, write: 
             texts = task.prepare(lambda: None)
         except InvalidRequestError as error:
             write_waiting()
-            write(refusal_line(row, error, settings.model))
+            write(row.refusal_line(error, settings.model))
             continue
         if waiting and (task.group is None or task.group != waiting[0][1].group):
             write_waiting()
@@ -119,12 +111,12 @@ def _write_lines(llm: LLM, rows: list[_Prepared], model: str, write: Write) -> N
             for each in rows:
                 _write_lines(llm, [each], model, write)
         elif isinstance(error, InvalidRequestError):
-            write(refusal_line(rows[0][0], error, model))
+            write(rows[0][0].refusal_line(error, model))
         else:
             raise
     else:
         for (row, _, texts), items in zip(rows, results, strict=True):
-            write(texts_line(row, msgspec.to_builtins(items), texts, model))
+            write(row.texts_line(msgspec.to_builtins(items), texts, model))
 
 
 def _task_of(llm: LLM, row: Row) -> TextTask[Any]:

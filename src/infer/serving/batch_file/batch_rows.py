@@ -47,6 +47,19 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
+class Line(NamedTuple):
+    """The line that is written for a row."""
+
+    row_id: str
+    text: str
+    has_failed: bool
+
+
+Write = Callable[[Line], None]
+# Fields of a result that every plain line has.
+_SHOWN = ("text", "finish_reason", "stop_reason", "prompt_tokens", "generated_tokens", "seed")
+
+
 class Row(NamedTuple):
     """A request. `endpoint` is None for a plain row, whose `options` are fields of RequestOptions.
 
@@ -61,6 +74,55 @@ class Row(NamedTuple):
     options: Mapping[str, Any] = {}
     warnings: tuple[str, ...] = ()
     problem: str | None = None
+
+    def result_line(self, result: GenerationResult, model: str, spelling: Spelling) -> Line:
+        if result.finish_reason == "error":
+            return self.error_line(str(result.stop_reason), str(result.error), model)
+        if self.endpoint is None:
+            return Line(self.id, _json({"id": self.id, "model": model} | _plain_record(result)), has_failed=False)
+        is_chat, finish_reason = self.endpoint == ENDPOINTS[0], finish_reason_of(result)
+        content = _message(result, spelling) if is_chat else _text(result, spelling)
+        body: dict[str, Any] = {
+            "id": self._named("cmpl"),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": 0,
+            "model": model,
+            "choices": [{"index": 0, **content, "finish_reason": finish_reason}],
+            "usage": {
+                "prompt_tokens": result.prompt_tokens,
+                "completion_tokens": result.generated_tokens,
+                "total_tokens": result.prompt_tokens + result.generated_tokens,
+            },
+        }
+        return self._answered(body, result.warnings)
+
+    def texts_line(self, items: list[Any], texts: TextIds, model: str) -> Line:
+        """Return the line of a row that requested vectors, scores or labels of texts, which are the items."""
+        kind = str(self.endpoint).removeprefix("/v1/")
+        head = {"object": "list"} if kind == "embeddings" else {"id": self._named(kind)}
+        field = "results" if kind == "rerank" else "data"
+        usage = {"prompt_tokens": texts.num_tokens, "total_tokens": texts.num_tokens}
+        warnings = [*self.warnings, *([texts.warning] if texts.warning else [])]
+        return self._answered({**head, "model": model, field: items, "usage": usage}, warnings)
+
+    def refusal_line(self, error: InvalidRequestError, model: str) -> Line:
+        return self.error_line("invalid_request", str(error), model)
+
+    def error_line(self, code: str, message: str, model: str) -> Line:
+        record: dict[str, Any] = {"id": self.id, "model": model}
+        if self.endpoint is not None:
+            record = {"id": self._named("batch_req"), "custom_id": self.id, "response": None}
+        return Line(self.id, _json(record | {"error": {"code": code, "message": message}}), has_failed=True)
+
+    def _answered(self, body: dict[str, Any], warnings: Sequence[str]) -> Line:
+        if warnings:
+            body["infer"] = {"warnings": list(warnings)}
+        response = {"status_code": 200, "request_id": self._named("req"), "body": body}
+        record = {"id": self._named("batch_req"), "custom_id": self.id, "response": response, "error": None}
+        return Line(self.id, _json(record), has_failed=False)
+
+    def _named(self, kind: str) -> str:
+        return f"{kind}-{hashlib.blake2b(self.id.encode(), digest_size=12).hexdigest()}"
 
 
 def read_rows(lines: Iterable[str]) -> Iterator[Row]:
@@ -140,19 +202,6 @@ def _of_openai(row_id: str, endpoint: str, record: dict[str, Any]) -> Row:
     return Row(row_id, endpoint, read, warnings=tuple(reading.warnings))
 
 
-class Line(NamedTuple):
-    """The line that is written for a row."""
-
-    row_id: str
-    text: str
-    has_failed: bool
-
-
-Write = Callable[[Line], None]
-# Fields of a result that every plain line has.
-_SHOWN = ("text", "finish_reason", "stop_reason", "prompt_tokens", "generated_tokens", "seed")
-
-
 @final
 @dataclass(frozen=True)
 class BatchSettings:
@@ -168,59 +217,8 @@ class BatchSettings:
     cancel: Event | None = None
 
 
-def result_line(row: Row, result: GenerationResult, model: str, spelling: Spelling) -> Line:
-    if result.finish_reason == "error":
-        return error_line(row, str(result.stop_reason), str(result.error), model)
-    if row.endpoint is None:
-        return Line(row.id, _json(_plain_record(row, result, model)), has_failed=False)
-    finish_reason = finish_reason_of(result)
-    body: dict[str, Any] = {
-        "id": _named("cmpl", row.id),
-        "object": "chat.completion" if row.endpoint == ENDPOINTS[0] else "text_completion",
-        "created": 0,
-        "model": model,
-        "choices": [{"index": 0, **_content(row, result, spelling), "finish_reason": finish_reason}],
-        "usage": {
-            "prompt_tokens": result.prompt_tokens,
-            "completion_tokens": result.generated_tokens,
-            "total_tokens": result.prompt_tokens + result.generated_tokens,
-        },
-    }
-    return _answered(row, body, result.warnings)
-
-
-def texts_line(row: Row, items: list[Any], texts: TextIds, model: str) -> Line:
-    """Return the line of a row that requested vectors, scores or labels of texts, which are the items."""
-    kind = str(row.endpoint).removeprefix("/v1/")
-    head = {"object": "list"} if kind == "embeddings" else {"id": _named(kind, row.id)}
-    field = "results" if kind == "rerank" else "data"
-    usage = {"prompt_tokens": texts.num_tokens, "total_tokens": texts.num_tokens}
-    warnings = [*row.warnings, *([texts.warning] if texts.warning else [])]
-    return _answered(row, {**head, "model": model, field: items, "usage": usage}, warnings)
-
-
-def _answered(row: Row, body: dict[str, Any], warnings: Sequence[str]) -> Line:
-    if warnings:
-        body["infer"] = {"warnings": list(warnings)}
-    response = {"status_code": 200, "request_id": _named("req", row.id), "body": body}
-    record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": response, "error": None}
-    return Line(row.id, _json(record), has_failed=False)
-
-
-def refusal_line(row: Row, error: InvalidRequestError, model: str) -> Line:
-    return error_line(row, "invalid_request", str(error), model)
-
-
-def error_line(row: Row, code: str, message: str, model: str) -> Line:
-    record: dict[str, Any] = {"id": row.id, "model": model}
-    if row.endpoint is not None:
-        record = {"id": _named("batch_req", row.id), "custom_id": row.id, "response": None}
-    return Line(row.id, _json(record | {"error": {"code": code, "message": message}}), has_failed=True)
-
-
-def _plain_record(row: Row, result: GenerationResult, model: str) -> dict[str, Any]:
-    shown = {name: getattr(result, name) for name in _SHOWN}
-    record: dict[str, Any] = {"id": row.id, "model": model, **shown}
+def _plain_record(result: GenerationResult) -> dict[str, Any]:
+    record = {name: getattr(result, name) for name in _SHOWN}
     if result.reasoning is not None:
         record["reasoning"] = result.reasoning
     if result.tool_calls:
@@ -236,16 +234,14 @@ def _plain_record(row: Row, result: GenerationResult, model: str) -> dict[str, A
     return record
 
 
-def _content(row: Row, result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
-    if row.endpoint != ENDPOINTS[0]:
-        columns = None if result.logprobs is None else spelling.completion_columns(result.logprobs)
-        return {"text": result.text, "logprobs": columns}
+def _text(result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
+    columns = None if result.logprobs is None else spelling.completion_columns(result.logprobs)
+    return {"text": result.text, "logprobs": columns}
+
+
+def _message(result: GenerationResult, spelling: Spelling) -> dict[str, Any]:
     scored = None if result.logprobs is None else {"content": spelling.chat_entries(result), "refusal": None}
     return {"message": message_of(result), "logprobs": scored}
-
-
-def _named(kind: str, row_id: str) -> str:
-    return f"{kind}-{hashlib.blake2b(row_id.encode(), digest_size=12).hexdigest()}"
 
 
 def _json(record: dict[str, Any]) -> str:

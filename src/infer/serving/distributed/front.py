@@ -41,13 +41,7 @@ from infer.serving.server.endpoint import ApiRequest, ApiRoute, Handler, json_re
 from infer.serving.server.process import Life, run_process
 from infer.serving.server.routes import ollama, status, web_files
 from infer.serving.server.routes.openapi import description_routes
-from infer.serving.server.routes.served_models import (
-    ModelStatus,
-    ServedModel,
-    ServedModels,
-    facts_of,
-    served_model,
-)
+from infer.serving.server.routes.served_models import ModelStatus, ServedModel, ServedModels, facts_of, served_model
 from infer.serving.server.server_state import ServerState
 from infer.system.atomic import locked_folder
 

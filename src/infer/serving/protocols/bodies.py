@@ -18,12 +18,7 @@ from msgspec import Meta, Struct
 
 from infer.compute.sampling.keywords import default_params
 from infer.errors import ClosedError, ContextLengthError, InvalidRequestError
-from infer.sampling_params import (
-    SEED_BITS,
-    SamplingParams,
-    UnknownParameterError,
-    without_zeros,
-)
+from infer.sampling_params import SEED_BITS, SamplingParams, UnknownParameterError, without_zeros
 from infer.serving.protocols.fields import DECLARED, BodyError, Reading, refuse, shown
 from infer.serving.server_settings import AgentPrompts
 from infer.text.toolcalls.answer_format import reasoning_of

@@ -35,11 +35,7 @@ from infer.serving.protocols.events import (
 )
 from infer.serving.protocols.fields import DECLARED, Parameters, body_from, refuse, shown, without_nulls
 from infer.serving.protocols.foreign import HINT, Foreign
-from infer.serving.protocols.openai.ask import (
-    Alternatives,
-    ChatBody,
-    CompletionBody,
-)
+from infer.serving.protocols.openai.ask import Alternatives, ChatBody, CompletionBody
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = r"(?<![\d.])(\d++(?:\.\d*+)?|\.\d++)(ns|us|µs|ms|s|m|h)"

@@ -26,12 +26,7 @@ from infer.serving.protocols.events import (
     Spelling,
     extension,
 )
-from infer.serving.protocols.openai.ask import (
-    ChatBody,
-    CompletingBody,
-    CompletionBody,
-    StreamOptions,
-)
+from infer.serving.protocols.openai.ask import ChatBody, CompletingBody, CompletionBody, StreamOptions
 
 TextFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length"]})]
 ChatFinishReason = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "tool_calls"]})]

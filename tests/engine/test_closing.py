@@ -24,7 +24,7 @@ from infer.engine.requests.prompt_encoding import Conversation, TemplateProbes
 from infer.engine.step.request_options import RequestOptions
 from infer.engine.step.sequence import Sequence
 from infer.errors import ClosedError
-from infer.serving.server.endpoint import while_connected
+from infer.serving.server.endpoint import ApiRequest
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from looping import in_threads
@@ -394,7 +394,7 @@ def test_errors_for_a_disconnected_client_are_not_logged() -> None:
     async def ask() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context))
         with pytest.raises(ClientDisconnect):
-            await while_connected(gone, fail_when_cancelled())
+            await ApiRequest.while_connected(gone, fail_when_cancelled())
         await asyncio.sleep(0.01)
         gc.collect()
 

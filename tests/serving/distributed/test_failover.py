@@ -23,15 +23,14 @@ from cases import cases
 from idle import in_event_loop
 from infer import LLM
 from infer.compute import ops
-from infer.outputs import Piece
 from infer.serving.distributed.exchange import Exchange, Failover, GoneError, ResponseHead
 from infer.serving.distributed.front import Front
 from infer.serving.distributed.replica import Replica, Replicas
 from infer.serving.distributed.router import ReplicaRouter, RoutedBody, RoutedPrompt, read_routed, text_keys
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.server.app import make_app
-from infer.serving.server.connection import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, note_of, unpack
-from infer.serving.server.endpoint import get
+from infer.serving.server.connection import CALL, FAILED, FINGERPRINT_HEADER, Call, SentPart, call_of, unpack
+from infer.serving.server.endpoint import ApiRequest, get
 from infer.serving.server.server_state import ServerState
 from infer.serving.server_settings import ServerSettings
 from served import SECONDS
@@ -123,7 +122,8 @@ def answer(lives: Lives, *, is_repeatable: bool = True, scope: Any = None) -> tu
     async def run() -> None:
         asked = RoutedBody(b"{}", RoutedPrompt(0), is_repeatable)
         exchange = partial(lives.exchange, asked.prompt)
-        response = await Failover(Request(scope, until_gone), get("/", until_gone), asked, exchange).response()
+        request = ApiRequest(scope, until_gone, ServerState(ServerSettings()))
+        response = await Failover(request, get("/", until_gone), asked, exchange).response()
         await response(scope, until_gone, keep)
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
@@ -178,7 +178,7 @@ def test_a_stream_continues_only_on_kernels_of_the_same_kind(kernels: str, tmp_p
 
 
 PARTS = [SentPart(0, [token_id]) for token_id in (11, 12, 13)]
-NOTES = [note_of(0, [Piece(part.token_ids[0], "x")]) for part in PARTS]
+NOTES = [part.note for part in PARTS]
 
 
 class Noting(Life):

@@ -8,7 +8,7 @@ import pytest
 from extent import usual_or_all
 from infer.engine.step.sequence import Lease, Sequence
 from infer.request_limits import MAX_PRIORITY
-from infer.serving.server.connection import NOTE, SentPart, pack, read_note
+from infer.serving.server.connection import NOTE, SentPart, pack
 from served import Served
 from shapes import SOURCE
 
@@ -37,7 +37,7 @@ def test_a_stream_that_is_cut_after_any_event_continues_unchanged(served: Served
     places = {0, 1, 2, 3, len(whole) // 2, len(whole) - 3, *range(0, len(whole), usual_or_all(len(whole), 1))}
     for place, event in enumerate(whole):
         if event.startswith(NOTE):
-            noted.append(read_note(event))
+            noted.append(SentPart.of_note(event))
             continue
         sent, noted, had = sent + noted, [], [*had, event]
         if place not in places:
@@ -57,7 +57,7 @@ def test_an_answer_that_goes_on_enters_before_those_that_begin(served: Served, m
 
     monkeypatch.setattr(engine, "submit", noting)
     first = next(event for event in ask(served, *CASES["greedy"], []) if event.startswith(NOTE))
-    ask(served, *CASES["greedy"], [read_note(first)])
+    ask(served, *CASES["greedy"], [SentPart.of_note(first)])
     assert priorities == [0, MAX_PRIORITY]
 
 

@@ -15,23 +15,13 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import httptools
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from infer.serving.distributed.router import RoutedBody, RoutedPrompt
 from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
 from infer.serving.protocols.events import EVENTS, LINES
-from infer.serving.server.connection import (
-    FAILED,
-    FINGERPRINT_HEADER,
-    HANDED_HEADERS,
-    NOTE,
-    SentPart,
-    call_of,
-    pack,
-    read_note,
-)
-from infer.serving.server.endpoint import ApiRoute, EventStream, while_connected
+from infer.serving.server.connection import FAILED, FINGERPRINT_HEADER, HANDED_HEADERS, NOTE, SentPart, pack
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, EventStream
 
 _READ_BYTES, _END, _LINE_END = 2**16, b"\n\n", b"\n"
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"host", b"date"}
@@ -192,9 +182,9 @@ class Exchanges(Protocol):
 class Failover:
     """One request to a route. `exchange` begins an exchange with a replica that is ready."""
 
-    def __init__(self, request: Request, route: ApiRoute, asked: RoutedBody, exchange: BeginExchange) -> None:
+    def __init__(self, request: ApiRequest, route: ApiRoute, asked: RoutedBody, exchange: BeginExchange) -> None:
         self._request, self._shape, self._asked, self._exchange = request, route.shape, asked, exchange
-        self._call = call_of(request)
+        self._call = request.call
         self._noted = list[SentPart]()  # parts whose events come next
         self._sent = list[SentPart]()  # parts of which the client has an event
         self._num_sent = 0  # events that the client has
@@ -210,7 +200,7 @@ class Failover:
         self._call.is_forwarded = True
         answer = self._answer()
         try:
-            await while_connected(self._request, anext(answer))
+            await self._request.while_connected(anext(answer))
             assert self._head is not None
             if self._head.is_stream:
                 response: Response = EventStream(answer, comment_seconds=inf, fail=self._give_up)
@@ -274,7 +264,7 @@ class Failover:
         found = list[bytes]()
         for event in events:
             if event.startswith(NOTE):
-                self._noted.append(read_note(event))
+                self._noted.append(SentPart.of_note(event))
             elif event.startswith(b":"):
                 found.append(event)
             else:

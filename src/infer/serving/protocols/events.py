@@ -247,6 +247,10 @@ class Accepted(NamedTuple):
         """The token ids of each prompt."""
         return [list(each.request.prompt_token_ids) for each in self.firsts]
 
+    @property
+    def spelling(self) -> Spelling:
+        return Spelling.of(self.served.llm.tokenizer)
+
     def head(self, prefix: str) -> Head:
         """Return the fields that an answer begins with. Its id is the request's id, which also appears in the log."""
         served = self.served

@@ -14,18 +14,7 @@ from infer.outputs import GenerationResult
 from infer.request_limits import NUM_TOKENS_OF_CALLS
 from infer.sampling_params import FILTER_NAMES, SEED_BITS
 from infer.serving.protocols.bodies import Served, refusing, seed_of
-from infer.serving.protocols.events import (
-    Accepted,
-    Bytes,
-    Count,
-    Delta,
-    Json,
-    Output,
-    Scored,
-    Shape,
-    Spelling,
-    without_end,
-)
+from infer.serving.protocols.events import Accepted, Bytes, Count, Delta, Json, Output, Scored, Shape, without_end
 from infer.serving.protocols.fields import Reading, refuse
 from infer.serving.protocols.openai.ask import CompletionBody, TextBody, ask_text, between
 
@@ -183,7 +172,7 @@ class LlamacppShape(Shape):
 
     def __init__(self, accepted: Accepted, body: TextBody) -> None:
         self._served, self._params, self._prompt_ids = accepted.served, accepted.ask.params, accepted.prompt_ids
-        self._spelling = Spelling.of(accepted.served.llm.tokenizer)
+        self._spelling = accepted.spelling
         self._limit, self._has_tokens = body.max_tokens, bool(body.return_token_ids or body.stream)
         self._num_predicted = [0] * len(self._prompt_ids) * len(self._params)
 

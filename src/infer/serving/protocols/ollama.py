@@ -30,7 +30,6 @@ from infer.serving.protocols.events import (
     Scored,
     ScoredChoice,
     Shape,
-    Spelling,
     call_values,
 )
 from infer.serving.protocols.fields import DECLARED, Parameters, body_from, refuse, shown, without_nulls
@@ -320,7 +319,7 @@ class OllamaShape(Shape):
 
     def __init__(self, accepted: Accepted, body: Any) -> None:
         self._served, self._is_chat = accepted.served, body.is_chat
-        self._spelling = Spelling.of(accepted.served.llm.tokenizer) if body.logprobs else None
+        self._spelling = accepted.spelling if body.logprobs else None
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaOutput:
         (result,) = results

@@ -5,9 +5,9 @@ limits neither the size of headers nor the time that they take, and answers brok
 
 Another process can continue the stream of a call. Tokens depend only on the prompt, the parameters, the seed and their
 positions. So the events of a stream are equal byte by byte if its parts are divided as before. Only counts of cached
-tokens may differ. A comment before the events of each part notes its tokens (`note_of`). The process that asks again
-sends all these tokens with the request (`pack`). They are then given, not sampled, and cost as much as tokens of a
-prompt.
+tokens may differ. A comment before the events of each part notes its tokens (`SentPart.note`). The process that asks
+again sends all these tokens with the request (`pack`). They are then given, not sampled, and cost as much as tokens of
+a prompt.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from infer.outputs import GenerationResult, Piece, TokenLogprob
+from infer.outputs import GenerationResult, TokenLogprob
 from infer.serving.protocols.api_errors import ApiError
 from infer.serving.server.door import Entry
 from infer.serving.server_settings import ServerSettings
@@ -58,19 +58,18 @@ class SentPart(NamedTuple):
     token_ids: list[int]
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    @classmethod
+    def of_note(cls, event: bytes) -> Self:
+        """Return the part that a note in a stream describes."""
+        return msgspec.msgpack.decode(base64.b64decode(event[len(NOTE) :]), type=cls)
 
-_note_decoder = msgspec.msgpack.Decoder(SentPart)
+    @property
+    def note(self) -> bytes:
+        """The comment of a stream that describes the part."""
+        return NOTE + base64.b64encode(msgspec.msgpack.encode(self)) + _END
+
+
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(list[SentPart]).decode  # parts, as bytes of a request
-
-
-def note_of(choice: int, pieces: Sequence[Piece]) -> bytes:
-    logprobs = tuple(piece.logprob for piece in pieces if piece.logprob is not None)
-    part = SentPart(choice, [piece.token_id for piece in pieces], logprobs)
-    return NOTE + base64.b64encode(msgspec.msgpack.encode(part)) + _END
-
-
-def read_note(event: bytes) -> SentPart:
-    return _note_decoder.decode(base64.b64decode(event[len(NOTE) :]))
 
 
 def given_to(choice: int, parts: Sequence[SentPart]) -> tuple[list[int], list[TokenLogprob]]:

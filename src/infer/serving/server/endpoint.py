@@ -119,7 +119,23 @@ class ApiRequest(Request):
         """
         self.server.check_ready()
         with refusing(param):
-            return await while_connected(self, self.server.turns.run(self.call.key_name, prepare))
+            return await self.while_connected(self.server.turns.run(self.call.key_name, prepare))
+
+    async def while_connected(self, work: Awaitable[_Found]) -> _Found:
+        """Return the result of the work.
+
+        If the client disconnects first, cancel the work and raise ClientDisconnect.
+        """
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(self))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientDisconnect
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs its error
 
 
 async def answer_to(request: ApiRequest, route: ApiRoute) -> Any:
@@ -159,20 +175,6 @@ def json_response(answer: Any, call: Call | None = None, status: int = 200) -> R
     """Return the answer as JSON. An `Output` gets the warnings of its call."""
     found = answer if call is None else with_warnings(answer, call.warnings)
     return Response(msgspec.json.encode(found), status, media_type=JSON)
-
-
-async def while_connected(request: Request, work: Awaitable[_Found]) -> _Found:
-    """Return the result of the work. If the client disconnects first, cancel the work and raise ClientDisconnect."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs its error
 
 
 async def until_gone(request: Request) -> None:

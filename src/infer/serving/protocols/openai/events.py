@@ -23,7 +23,6 @@ from infer.serving.protocols.events import (
     ScoredChoice,
     Scores,
     Shape,
-    Spelling,
     extension,
 )
 from infer.serving.protocols.openai.ask import ChatBody, CompletingBody, CompletionBody, StreamOptions
@@ -199,7 +198,7 @@ class CompletingShape(Shape):
 
     def __init__(self, accepted: Accepted, body: CompletingBody, prefix: str) -> None:
         self._head, self._num_choices = accepted.head(prefix), body.n or 1
-        self._spelling, self._asked = Spelling.of(accepted.served.llm.tokenizer), body.stream_options or StreamOptions()
+        self._spelling, self._asked = accepted.spelling, body.stream_options or StreamOptions()
         self._has_ids, self._num_tokens = bool(body.return_token_ids), 0
         has_counts = self._asked.continuous_usage_stats
         self._num_prompt_tokens = sum(map(len, accepted.prompt_ids)) if has_counts else 0

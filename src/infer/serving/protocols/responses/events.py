@@ -19,7 +19,6 @@ from infer.serving.protocols.events import (
     Output,
     Scored,
     Shape,
-    Spelling,
     event,
     extension,
     with_warnings,
@@ -121,7 +120,7 @@ class ResponseShape(Shape):
     def __init__(self, accepted: Accepted, body: ResponseBody) -> None:
         head, params = accepted.head("resp_"), accepted.ask.params[0]
         self._id, self._warnings = head.id.removeprefix("resp_"), accepted.served.reading.warnings
-        self._spelling = None if params.logprobs is None else Spelling.of(accepted.served.llm.tokenizer)
+        self._spelling = None if params.logprobs is None else accepted.spelling
         self._namespaces = {tool.name: tool.namespace for tool in body.tools or () if tool.namespace}
         self._num_events, self._index = 0, -1  # index of the open item
         self._open: OutputItem | None = None

@@ -34,7 +34,7 @@ from infer.serving.protocols.openai.events import (
     finish_reason_of,
     usage_of,
 )
-from infer.serving.server.endpoint import ApiRequest, post, while_connected
+from infer.serving.server.endpoint import ApiRequest, post
 from infer.serving.server.routes.protocols import accept, answering, served_by
 
 # Fields of the completions that have no meaning here, with their neutral values.
@@ -140,7 +140,7 @@ async def trace(request: ApiRequest, body: TraceBody) -> Trace:
     prompted = choices.firsts[0].request
     prompt_ids = list(prompted.prompt_token_ids)
     if given is None:
-        (result,) = await while_connected(request, choices.results())
+        (result,) = await request.while_connected(choices.results())
         answer, facts = result.token_ids, {"text": result.text, **reasoning_and_calls(result), **end_of(result)}
     else:
         answer, facts = given, {"seed": asked.params[0].seed}
@@ -148,7 +148,7 @@ async def trace(request: ApiRequest, body: TraceBody) -> Trace:
     num = body.num_candidates or NUM_CANDIDATES
     with refusing("answer_token_ids"):
         tracing = llm.trace_answer(prompted, answer, num_candidates=num, **part)
-        traces = await while_connected(request, tracing)
+        traces = await request.while_connected(tracing)
     spelling = llm.llm.tokenizer.token_bytes
     return Trace(
         model=served.model,

@@ -32,16 +32,7 @@ from infer.serving.protocols.ollama import (
     shown_model,
 )
 from infer.serving.protocols.retrieval import EmbeddingsBody
-from infer.serving.server.endpoint import (
-    ApiRequest,
-    ApiRoute,
-    EventStream,
-    get,
-    json_response,
-    known_name,
-    post,
-    while_connected,
-)
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, EventStream, get, json_response, known_name, post
 from infer.serving.server.routes.retrieval import embed
 from infer.serving.server.routes.served_models import facts_of, fetch, is_at_hand, is_fetched
 from infer.system.spellings import plain_name
@@ -79,7 +70,7 @@ async def pull(request: ApiRequest, body: OllamaModelBody, known: Collection[str
         message = f"clients may not download {name!r:.80} here: run infer pull, or start the server with --allow-pull"
         raise ApiError(403, message, code="pull_not_allowed")
     if body.stream is False:
-        await while_connected(request, _last_of(_progress(name)))
+        await request.while_connected(_last_of(_progress(name)))
         return json_response(_SUCCESS)
     return EventStream(_progress(name), comment_seconds=inf, fail=OllamaShape.failure, media_type=LINES)
 

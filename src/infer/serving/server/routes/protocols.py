@@ -29,18 +29,9 @@ from infer.serving.protocols.llamacpp import ContinuationShape, InfillShape
 from infer.serving.protocols.ollama import OllamaChatShape, OllamaGenerateShape
 from infer.serving.protocols.openai.events import ChatShape, CompletionShape, StoredChats
 from infer.serving.protocols.responses.events import ResponseInputTokens, ResponseShape
-from infer.serving.server.connection import Call, given_to, note_of
+from infer.serving.server.connection import Call, SentPart, given_to
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import (
-    ApiRequest,
-    ApiRoute,
-    EventStream,
-    get,
-    json_response,
-    post,
-    text_tokens,
-    while_connected,
-)
+from infer.serving.server.endpoint import ApiRequest, ApiRoute, EventStream, get, json_response, post, text_tokens
 from infer.serving.server.routes.tokens import count_prompt
 
 
@@ -144,7 +135,8 @@ class Choices:
     def _noted(self, index: int, pieces: list[Piece]) -> tuple[int, list[Piece]]:
         """Return the part. Note it first if another process may have to continue the stream."""
         if self._call.is_noted:
-            self._call.notes.append(note_of(index, pieces))
+            logprobs = tuple(piece.logprob for piece in pieces if piece.logprob is not None)
+            self._call.notes.append(SentPart(index, [piece.token_id for piece in pieces], logprobs).note)
         return index, pieces
 
     async def _end(self, index: int) -> Delta:
@@ -224,7 +216,7 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
         choices.begin()
         return choices
 
-    return await while_connected(request, prepare())
+    return await request.while_connected(prepare())
 
 
 def _arrival(tenant: str, asked: Ask, context: int) -> Arrival:
@@ -267,7 +259,7 @@ async def answer_body(request: ApiRequest, body: Any, *, shape: type[Shape]) -> 
     if shape.is_stream_by_default if body.stream is None else body.stream:
         events, seconds = _events(choices, shown, request.call), request.server.settings.comment_seconds
         return EventStream(events, comment_seconds=seconds, fail=shown.fail, media_type=shape.media_type)
-    return shown.whole(await while_connected(request, choices.results()))
+    return shown.whole(await request.while_connected(choices.results()))
 
 
 async def _scores_of(request: ApiRequest, prompts: Sequence[Sequence[int]], num: int | None) -> list[Scores]:
@@ -278,7 +270,7 @@ async def _scores_of(request: ApiRequest, prompts: Sequence[Sequence[int]], num:
     if num is None:
         return [() for _ in prompts]
     llm = request.server.llm()
-    return [await while_connected(request, llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
+    return [await request.while_connected(llm.prompt_logprobs(prompt, num=num)) for prompt in prompts]
 
 
 async def _events(choices: Choices, shape: Shape, call: Call) -> AsyncGenerator[bytes, None]:

@@ -32,7 +32,7 @@ from infer.serving.protocols.retrieval import (
     texts_or_pairs_of,
 )
 from infer.serving.server.door import Arrival
-from infer.serving.server.endpoint import ApiRequest, post, text_tokens, while_connected
+from infer.serving.server.endpoint import ApiRequest, post, text_tokens
 
 _Ranked = RerankOutput | list[RankedText]  # as Cohere, or as Text Embeddings Inference
 _Item = TypeVar("_Item")
@@ -59,7 +59,7 @@ async def embed(request: ApiRequest, body: EmbeddingsBody, make_answer: Callable
     answer = partial(make_answer, computed.found.numpy(), computed.texts.num_tokens)
     # Vectors are encoded in a thread, because 2,048 of them would stop the event loop.
     encoded = host.loop.prepare(lambda check: msgspec.json.encode(with_warnings(answer(), call.warnings)))
-    return Response(await while_connected(request, encoded), media_type="application/json")
+    return Response(await request.while_connected(encoded), media_type="application/json")
 
 
 async def rerank(request: ApiRequest, body: RerankBody, *, lists_texts: bool = False) -> _Ranked:
@@ -116,7 +116,7 @@ async def _compute(request: ApiRequest, texts: Any, call: _Call, names: tuple[st
     """Return the `Computed` of a call. `texts` count at the door; `names` are the fields of texts, for errors."""
     await request.enter(Arrival(request.call.key_name, num_prompt_tokens=text_tokens(texts), num_answer_tokens=0))
     with refusing(*names):
-        computed = await while_connected(request, call(request.server.llm()))
+        computed = await request.while_connected(call(request.server.llm()))
     request.call.warnings += [computed.texts.warning] if computed.texts.warning else []
     return computed
 

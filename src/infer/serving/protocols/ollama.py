@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -318,34 +319,25 @@ class OllamaShape(Shape):
     error_type, media_type, last, is_stream_by_default = OllamaError, LINES, b"", True
 
     def __init__(self, accepted: Accepted, body: Any) -> None:
-        self._served, self._is_chat = accepted.served, body.is_chat
+        self._served = served = accepted.served
+        self._line = partial(_line, body.is_chat, _head(served.model, served.created))
         self._spelling = accepted.spelling if body.logprobs else None
 
     def whole(self, results: Sequence[GenerationResult]) -> OllamaOutput:
         (result,) = results
         fields = self._end(result) | {"logprobs": self._scored(result)}
-        return self._answer(result.text, result.reasoning or "", result.tool_calls, **fields)
+        return self._line(result.text, result.reasoning or "", result.tool_calls, **fields)
 
     def chunks(self, part: Delta) -> list[OllamaOutput]:
         scored = self._scored(part) if part.pieces else UNSET
         found = list[OllamaOutput]()
         if part.text or part.reasoning or scored:
-            found.append(self._answer(part.text, part.reasoning, logprobs=scored))
+            found.append(self._line(part.text, part.reasoning, logprobs=scored))
         if (result := part.result) is not None:
             if result.tool_calls:
-                found.append(self._answer("", "", result.tool_calls))
-            found.append(self._answer(**self._end(result)))
+                found.append(self._line(calls=result.tool_calls))
+            found.append(self._line(**self._end(result)))
         return found
-
-    def _answer(
-        self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = (), *, done: bool = False, **fields: Any
-    ) -> OllamaOutput:
-        served = self._served
-        fields |= {"model": served.model, "created_at": time_text(float(served.created)), "done": done}
-        if not self._is_chat:
-            return OllamaGeneration(response=text, thinking=thinking or UNSET, **fields)
-        made = [OllamaCall(each.id, OllamaFunction(at, each.name, call_values(each))) for at, each in enumerate(calls)]
-        return OllamaChat(message=OllamaMessage("assistant", text, thinking or UNSET, made or UNSET), **fields)
 
     def _end(self, result: GenerationResult) -> dict[str, Any]:
         timing = result.timing
@@ -365,13 +357,23 @@ class OllamaShape(Shape):
         return UNSET if self._spelling is None else self._spelling.chat_entries(scored)  # dicts of the Struct's fields
 
 
+def _line(
+    is_chat: bool, head: Json, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any
+) -> OllamaOutput:
+    fields = head | fields
+    if not is_chat:
+        return OllamaGeneration(response=text, thinking=thinking or UNSET, **fields)
+    made = [OllamaCall(each.id, OllamaFunction(at, each.name, call_values(each))) for at, each in enumerate(calls)]
+    return OllamaChat(message=OllamaMessage("assistant", text, thinking or UNSET, made or UNSET), **fields)
+
+
+def _head(model: str, created: int) -> Json:
+    return {"model": model, "created_at": time_text(float(created)), "done": False}
+
+
 def without_prompt(model: str, created: int, *, is_chat: bool, is_unloaded: bool) -> OllamaOutput:
     """Return the answer to a body without a prompt, which only loads or unloads the model."""
-    end: Any = {"done": True, "done_reason": "unload" if is_unloaded else "load"}
-    fields = {"model": model, "created_at": time_text(float(created)), **end}
-    if is_chat:
-        return OllamaChat(message=OllamaMessage("assistant", ""), **fields)
-    return OllamaGeneration(response="", **fields)
+    return _line(is_chat, _head(model, created), done=True, done_reason="unload" if is_unloaded else "load")
 
 
 @final

@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_fields
 from infer.outputs import GenerationResult
 from infer.serving.protocols.anthropic.ask import MessagesBody
 from infer.serving.protocols.api_errors import ApiError
-from infer.serving.protocols.events import Accepted, Count, Delta, Json, Output, Shape, call_values
+from infer.serving.protocols.events import FINISH_REASONS, Accepted, Count, Delta, Json, Output, Shape, call_values
 
 _TYPE_BY_STATUS = {
     401: "authentication_error",
@@ -27,12 +27,7 @@ _ITS_NAMES = {
 # A client that receives this sends all messages.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 EndReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-_STOP_REASONS: dict[str, EndReason] = {
-    "eos": "end_turn",
-    "stop": "end_turn",
-    "length": "max_tokens",
-    "abort": "max_tokens",
-}
+_END_REASONS: dict[str, EndReason] = {"stop": "end_turn", "length": "max_tokens"}  # by OpenAI's finish reason
 
 
 class MessageText(Struct, tag_field="type", tag="text"):
@@ -149,7 +144,7 @@ class MessageShape(Shape):
         return AnthropicMessage(self._head.id, "assistant", self._head.model, content, *stop, usage)
 
     def _stop(self, result: GenerationResult) -> Stop:
-        reason = _STOP_REASONS[result.finish_reason]
+        reason = _END_REASONS[FINISH_REASONS[result.finish_reason]]
         if not self._is_shown:
             return Stop("max_tokens", None)
         if result.finish_reason == "stop" and result.stop_reason in self._stops:

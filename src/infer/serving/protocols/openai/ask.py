@@ -313,6 +313,18 @@ class GeneratingBody(Body, kw_only=True):
     stream: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
+    def sampling_values(self) -> dict[str, Any]:
+        """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
+        values = values_of(self, PARAMETERS)
+        for name in _LENGTHS:
+            if (length := getattr(self, name, None)) is not None:
+                values["max_new_tokens"] = None if length < 0 else max(length, 1)  # None: to the end of the context
+        if (stops := values.get("stop")) is not None:
+            values["stop"] = [each for each in ([stops] if isinstance(stops, str) else stops) if each]
+        if "logit_bias" in values:
+            values["logit_bias"] = {_bias_id(key, bias): bias for key, bias in values["logit_bias"].items() if bias}
+        return values
+
 
 @declares("completions")
 class CompletingBody(GeneratingBody, kw_only=True):
@@ -323,6 +335,9 @@ class CompletingBody(GeneratingBody, kw_only=True):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Alternatives | None = None
     return_token_ids: bool | None = None
+
+    def sampling_values(self) -> dict[str, Any]:
+        return super().sampling_values() | constraint_of(self.response_format)
 
 
 @declares("conversations")
@@ -356,7 +371,7 @@ class ChatBody(ConversationBody, kw_only=True):
             raise refuse("max_tokens is {} and max_completion_tokens {}: give one".format(*limits), "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs needs logprobs: true", "top_logprobs")
-        values = sampling_values(self) | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
+        values = self.sampling_values() | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
         params = served.params(values, self.seed, "messages", self.n or 1)
         variables = template_variables(self, served.llm.tokenizer.chat_template)
         options = conversation_options(self, self.reasoning_effort)
@@ -442,7 +457,7 @@ def ask_text(body: TextBody, served: Served) -> Ask:
     if len(prompts) * num_choices > MAX_ANSWERS:
         message = f"prompts times n must be at most {MAX_ANSWERS}, got {len(prompts)} times {num_choices}: split it"
         raise refuse(message, "prompt")
-    values = sampling_values(body) | ({} if body.logprobs is None else {"logprobs": body.logprobs})
+    values = body.sampling_values() | ({} if body.logprobs is None else {"logprobs": body.logprobs})
     params = served.params(values, body.seed, "prompt", num_choices, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
     return Ask(prompts, params, RequestOptions(**values_of(body, OPTIONS)), is_answered=body.max_tokens != 0)
 
@@ -483,21 +498,6 @@ def template_variables(body: Any, template: str | None = None) -> dict[str, Any]
             raise refuse(f"{param} is a sampling parameter: move it out of {place}", param)
     flags = {name: value for name in _FLAGS if (value := getattr(body, name)) is not None}
     return {**effort_variables(getattr(body, "reasoning_effort", None), template), **given, **flags}
-
-
-def sampling_values(body: GeneratingBody) -> dict[str, Any]:
-    """Return the fields of SamplingParams that the body names, except the seed and log-probabilities."""
-    values = values_of(body, PARAMETERS)
-    for name in _LENGTHS:
-        if (length := getattr(body, name, None)) is not None:
-            values["max_new_tokens"] = None if length < 0 else max(length, 1)  # None: to the end of the context
-    if (stops := values.get("stop")) is not None:
-        values["stop"] = [each for each in ([stops] if isinstance(stops, str) else stops) if each]
-    if "logit_bias" in values:
-        values["logit_bias"] = {_bias_id(key, value): value for key, value in values["logit_bias"].items() if value}
-    if isinstance(body, CompletingBody):
-        values |= constraint_of(body.response_format)
-    return values
 
 
 def constraint_of(asked: Format | NamedSchemaFormat | None) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from infer.serving.protocols.openai.ask import (
     TokenLimit,
     constraint_of,
     conversation_options,
-    sampling_values,
 )
 
 _SEPARATOR = "__"  # between a namespace and a tool's name
@@ -328,7 +327,7 @@ class ResponseBody(GeneratingBody, kw_only=True):
 
     def ask(self, served: Served) -> Ask:
         """Return what the body asks. Raises BodyError."""
-        values, has_logprobs = sampling_values(self), _LOGPROBS in (self.include or ())
+        values, has_logprobs = self.sampling_values(), _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise refuse(f'top_logprobs needs include: ["{_LOGPROBS}"]', "top_logprobs")
         if self.max_output_tokens is None and "max_new_tokens" not in served.llm.sampling_defaults:

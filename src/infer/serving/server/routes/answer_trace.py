@@ -23,7 +23,6 @@ from infer.serving.protocols.openai.ask import (
     Message,
     conversation_options,
     messages_of,
-    sampling_values,
     template_variables,
 )
 from infer.serving.protocols.openai.events import (
@@ -55,7 +54,7 @@ class OneChoiceBody(ConversationBody, kw_only=True):
 def ask_one(body: OneChoiceBody, served: Served, answer_prefix: tuple[int, ...] = ()) -> Ask:
     """Return what a body asks. Raises BodyError."""
     refuse_unless_neutral(body, _NEUTRAL)
-    prompt_name, values = "prompt" if body.messages is None else "messages", sampling_values(body)
+    prompt_name, values = "prompt" if body.messages is None else "messages", body.sampling_values()
     params = served.params(values, body.seed, prompt_name, max_new_tokens=NUM_TOKENS_OF_COMPLETIONS)
     options = conversation_options(body, body.reasoning_effort, answer_prefix=answer_prefix)
     if (body.prompt is None) == (body.messages is None):

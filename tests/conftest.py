@@ -205,10 +205,10 @@ def served(llm: "LLM") -> "Iterator[Served]":
 def fake(monkeypatch: pytest.MonkeyPatch) -> "FakeModel":
     """Return the fake model that commands load in place of a real one."""
     from fake_cli import FakeModel
-    from infer.cli import subcommands
+    from infer.cli import model_loading
 
     model = FakeModel()
-    monkeypatch.setattr(subcommands, "load_model", lambda options: model)
+    monkeypatch.setattr(model_loading, "load_model", lambda options: model)
     return model
 
 

@@ -21,7 +21,7 @@ import infer
 from cases import cases
 from commands import FAKE, fake_process, refused, run
 from fake_cli import FakeModel
-from infer.cli import subcommands
+from infer.cli import model_loading, subcommands
 from infer.cli.terminal import Spinner
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.sampling.keywords import SamplingDefaults
@@ -167,7 +167,7 @@ def test_a_warning_is_one_line_on_stderr(fake: FakeModel, monkeypatch: pytest.Mo
         warnings.warn("its template\nis broken", stacklevel=1)
         return fake
 
-    monkeypatch.setattr(subcommands, "load_model", load)
+    monkeypatch.setattr(model_loading, "load_model", load)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         assert run("generate", "-q", "a").err == "infer: its template is broken\n"
@@ -203,7 +203,7 @@ def test_each_constraint_reaches_the_model(fake: FakeModel, tmp_path: Path) -> N
     ('{"type": "text"}', "'type' must be one of"),
 )
 def test_bad_schemas_load_no_model(tmp_path: Path, schema: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subcommands, "load_model", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(model_loading, "load_model", lambda options: pytest.fail("loaded"))
     path = tmp_path / "schema.json"
     path.write_text(schema)
     assert re.search(message, refused("generate", "--json-schema", path))
@@ -312,7 +312,7 @@ def loaded_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_a_model_is_loaded_as_the_options_say(command: str, loaded_with: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    for module in ("subcommands", "chat_loop"):
+    for module in ("model_loading", "chat_loop"):
         monkeypatch.setattr(f"infer.cli.{module}.check_options", lambda options, params: None)
     prompt, is_chat = ["-p", "a"] if command == "generate" else [], command == "chat"
     run(command, "-q", *prompt)
@@ -431,7 +431,7 @@ def test_an_error_keeps_the_session() -> None:
 
 def test_a_chat_with_a_model_that_has_no_template_ends_before_the_first_question(monkeypatch: Any) -> None:
     monkeypatch.setattr(FakeModel, "can_chat", False)
-    monkeypatch.setattr(subcommands, "load_model", lambda options: FakeModel())
+    monkeypatch.setattr(model_loading, "load_model", lambda options: FakeModel())
     told = {False: "no chat template", True: "is an encoder and generates no text: use infer embed"}
     for reads_texts, message in told.items():
         monkeypatch.setattr(FakeModel, "architecture", SimpleNamespace(reads_whole_texts=reads_texts))

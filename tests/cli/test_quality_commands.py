@@ -20,7 +20,7 @@ from cases import cases
 from classifier_model import make_classifier
 from commands import Ran, run
 from infer import LLM, ModelError
-from infer.cli import subcommands
+from infer.cli import model_loading
 from infer.cli.bench.text_measures import measure_divergence, measure_perplexity
 from infer.cli.commands.text_commands import Progress
 from quantised_folders import save, set_config
@@ -262,8 +262,8 @@ LINES = ["hello", "", "a longer text"]
 def run_with(llm: LLM, *arguments: object, status: int = 0) -> Ran:
     """Run a command with a model that is loaded already, and any options."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subcommands, "load_model", lambda options: llm)
-        patch.setattr(subcommands, "check_options", lambda options, params: None)
+        patch.setattr(model_loading, "load_model", lambda options: llm)
+        patch.setattr(model_loading, "check_options", lambda options, params: None)
         return run(*arguments, status=status)
 
 

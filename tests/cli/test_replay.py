@@ -10,7 +10,7 @@ import pytest
 from cases import cases
 from commands import refused, run
 from infer import LLM, InvalidRequestError, SamplingParams, Tokenizer
-from infer.cli import subcommands
+from infer.cli import model_loading
 from infer.cli.commands.replay_command import HOST, Permalink, body_of, read_permalink, sha256_of
 from infer.serving.protocols.bodies import Served as ModelOfBody
 from infer.serving.protocols.fields import read_body
@@ -43,8 +43,8 @@ PARAMS = [
 
 @pytest.fixture(autouse=True)
 def _loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subcommands, "load_model", lambda options: llm)
-    monkeypatch.setattr(subcommands, "check_options", lambda options, params: None)
+    monkeypatch.setattr(model_loading, "load_model", lambda options: llm)
+    monkeypatch.setattr(model_loading, "check_options", lambda options, params: None)
 
 
 def link_of(content: Any) -> str:

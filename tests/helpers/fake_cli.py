@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from infer.__main__ import run
-from infer.cli import subcommands
+from infer.cli import model_loading
 from infer.compute.sampling.keywords import SamplingDefaults
 from infer.errors import ContextLengthError
 from infer.outputs import (
@@ -217,5 +217,5 @@ class FakeSession:
 
 
 if __name__ == "__main__":
-    subcommands.load_model = lambda options: FakeModel()
+    model_loading.load_model = lambda options: FakeModel()
     run()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import infer
-from infer.cli import main, subcommands
+from infer.cli import main, model_loading
 from infer.cli.command_options import BatchOptions, LoadOptions
 from infer.cli.model_loading import load_model
 from infer.llm import LLM
@@ -80,7 +80,7 @@ def test_a_page_shows_what_its_examples_print(
     page: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared: Callable[..., LLM] = lambda model, **settings: LLM(model, **settings) if settings else llm  # noqa: E731
-    monkeypatch.setattr(subcommands, "load_model", lambda given: load_model(given) if needs_own_model(given) else llm)
+    monkeypatch.setattr(model_loading, "load_model", lambda given: load_model(given) if needs_own_model(given) else llm)
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__page__"}
     num_run = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from extent import IS_WHOLE, usual_or_all
 from infer import LLM, SamplingParams, load_model, load_tokenizer
-from infer.cli import main, subcommands
+from infer.cli import main, model_loading
 from infer.compute.backends.cpu.threads.pool import set_num_threads
 from infer.compute.operands.step import Chunk
 from infer.compute.ops import backend_of
@@ -312,7 +312,7 @@ OPTIONS = {
 def test_every_step_is_the_one_that_generate_took(
     name: str, smollm2: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subcommands, "load_model", lambda options: smollm2)
+    monkeypatch.setattr(model_loading, "load_model", lambda options: smollm2)
     options = ["--prompt", "Roses are red, violets are", *OPTIONS[name], "--json", "-q"]
     assert main(["generate", "-n", "5", *options]) == 0
     token_ids = json.loads(capsys.readouterr().out)["token_ids"]

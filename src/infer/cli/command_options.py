@@ -28,6 +28,7 @@ class ModelArgument(Declared):
     """MODEL, another way to give --model."""
 
     named: str | None = argument(metavar="[MODEL]", required=False)
+    model: str
 
 
 class VerboseOption(Declared):

@@ -17,14 +17,7 @@ from typing import Any, TypeVar
 import click
 
 import infer
-from infer.cli.command_options import (
-    BenchOptions,
-    ChatOptions,
-    CompareOptions,
-    DiskOption,
-    LoadOptions,
-    PerplexityOptions,
-)
+from infer.cli.command_options import BenchOptions, DiskOption, LoadOptions, ModelArgument
 from infer.cli.process_streams import exit_on_signal, keeping_garbage
 from infer.cli.prompts import is_given, refuse_several
 from infer.cli.server_options import DeployOptions, ServeOptions
@@ -38,7 +31,7 @@ from infer.sampling_params import SamplingParams
 from infer.system.cores import check_num_threads
 from infer.system.spellings import install_extra
 
-Options = TypeVar("Options", BenchOptions, ChatOptions, CompareOptions, DeployOptions, PerplexityOptions)
+Options = TypeVar("Options", bound=ModelArgument)
 _MOST_LISTED = 20
 _WITH_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 MODULES_BY_EXTRA = {

@@ -15,17 +15,7 @@ from typing import Any
 import click
 
 import infer as package
-from infer.cli import command_options, prompts, server_options
-from infer.cli.model_loading import (
-    check_options,
-    check_suite,
-    choose_model,
-    choose_models,
-    chosen_or_default,
-    load_model,
-    needs_extra,
-    take_named,
-)
+from infer.cli import command_options, model_loading, prompts, server_options
 from infer.cli.option_fields import TolerantCommand, takes_options, what_to_type
 from infer.cli.option_files import MAX_PROMPTS_BYTES, check_writable, read_text, read_texts
 from infer.cli.process_streams import exit_on_signal
@@ -102,15 +92,15 @@ def generate(context: click.Context, options: command_options.GenerateOptions) -
     if options.permalink and (options.prompts_file is not None or options.overflow != "error"):
         raise click.UsageError("--permalink needs one whole prompt: leave out --prompts-file and --overflow")
     given = prompts.given_values(context)
-    check_options(options, [default_params({}, given, is_chat=options.chat)])
+    model_loading.check_options(options, [default_params({}, given, is_chat=options.chat)])
     prompt = prompts.one_prompt(options, prompts_file=options.prompts_file)
     asked = [] if options.prompts_file is None else prompts.many_prompts(options.prompts_file, options)
     own = prompts.own_params(asked, given, {}, is_chat=options.chat)
     if own:
-        check_options(options, own)
+        model_loading.check_options(options, own)
     from infer.cli.commands.generate_command import answer_many, answer_one
 
-    model = load_model(options)
+    model = model_loading.load_model(options)
     defaults = prompts.model_defaults(model, context.params)
     params = prompts.merge_params(defaults, given, is_chat=options.chat, quiet=options.quiet)
     if not asked:
@@ -128,21 +118,21 @@ def batch(context: click.Context, options: command_options.BatchOptions) -> int:
     line, with any number of workers.
     """
     given = {name: value for name, value in prompts.given_values(context).items() if name != "seed"}
-    check_options(options, [SamplingParams.from_mapping(given)])
+    model_loading.check_options(options, [SamplingParams.from_mapping(given)])
     from infer.cli.commands.text_commands import run_batch
 
-    return run_batch(options, given, partial(load_model, options))
+    return run_batch(options, given, partial(model_loading.load_model, options))
 
 
 @_command
 def perplexity(context: click.Context, options: command_options.PerplexityOptions) -> None:
     """Measure how well a MODEL predicts a text, as llama.cpp does."""
-    options = take_named(context, options)
-    check_options(options, [])
+    options = model_loading.take_named(context, options)
+    model_loading.check_options(options, [])
     from infer.cli.commands.quality_commands import run_perplexity
 
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
-    run_perplexity(load_model(options), text, options)
+    run_perplexity(model_loading.load_model(options), text, options)
 
 
 @_command
@@ -151,17 +141,17 @@ def compare(context: click.Context, options: command_options.CompareOptions) -> 
 
     Without MODEL, it is the reference with the given options. The options do not apply to the reference itself.
     """
-    options = take_named(context, options)
+    options = model_loading.take_named(context, options)
     if not (options.named or prompts.is_given(context, "model")):
         options = replace(options, model=options.reference)
     from infer.cli.commands.quality_commands import reference_options, run_compare
 
     check_writable(options.html, "the page ")
     plain = reference_options(context, options)
-    check_options(plain, [])
-    check_options(options, [])
+    model_loading.check_options(plain, [])
+    model_loading.check_options(options, [])
     text = read_text(options.text, "the text", MAX_PROMPTS_BYTES)
-    run_compare(load_model(plain), load_model(options), text, options)
+    run_compare(model_loading.load_model(plain), model_loading.load_model(options), text, options)
 
 
 @_command
@@ -170,10 +160,10 @@ def chat(context: click.Context, options: command_options.ChatOptions) -> int:
 
     Without a MODEL, a terminal shows the models to choose from; otherwise the default answers.
     """
-    options = choose_model(context, options)
+    options = model_loading.choose_model(context, options)
     from infer.cli.chat_loop import run_chat
 
-    return run_chat(options, prompts.given_values(context), load_model)
+    return run_chat(options, prompts.given_values(context), model_loading.load_model)
 
 
 @_command
@@ -190,8 +180,8 @@ def replay(context: click.Context, options: command_options.ReplayOptions) -> in
     body = read_request(link)
     if not prompts.is_given(context, "model"):
         options = replace(options, model=model_of(link, options.model))
-    check_options(options, [])
-    return run_replay(load_model(options), link, body)
+    model_loading.check_options(options, [])
+    return run_replay(model_loading.load_model(options), link, body)
 
 
 @_command
@@ -201,11 +191,11 @@ def serve(context: click.Context, options: server_options.ServeOptions) -> int:
     Without a MODEL, a terminal shows the models to choose from; otherwise the default is served. Several models share
     the memory of --memory: each is loaded at the start or for its first request.
     """
-    options = choose_models(context, options)
+    options = model_loading.choose_models(context, options)
     is_shelf = options.listen_fd is None and options.serves_several
     if not is_shelf:
-        check_options(options, [])
-    with needs_extra():
+        model_loading.check_options(options, [])
+    with model_loading.needs_extra():
         from infer.cli.commands.serve_command import run_models, run_serve
 
     return run_models(options) if is_shelf else run_serve(options)
@@ -223,9 +213,9 @@ def deploy(context: click.Context, options: server_options.DeployOptions) -> int
 
     If no cluster runs, one is started on this machine only. It ends with Ctrl-C or SIGTERM.
     """
-    options = take_named(context, options)
-    check_options(options, [])
-    with needs_extra():
+    options = model_loading.take_named(context, options)
+    model_loading.check_options(options, [])
+    with model_loading.needs_extra():
         from infer.cli.commands.serve_command import run_deploy
 
         return run_deploy(options)
@@ -250,18 +240,18 @@ def launch(context: click.Context, options: server_options.LaunchOptions) -> int
     """
     from infer.cli.commands.server_commands import run_launch
 
-    return run_launch(options, lambda: chosen_or_default(context, server_options.DEFAULT_MODEL))
+    return run_launch(options, lambda: model_loading.chosen_or_default(context, server_options.DEFAULT_MODEL))
 
 
 @_command
 def sample_trace(context: click.Context, options: command_options.TraceOptions) -> None:
     """Show how one token is sampled: the candidates after each stage, and the probability that the stage removed."""
     given = prompts.given_values(context)
-    check_options(options, [default_params({}, given, is_chat=options.chat)])
+    model_loading.check_options(options, [default_params({}, given, is_chat=options.chat)])
     from infer.cli.commands.generate_command import run_trace
 
     prompt = prompts.one_prompt(options)
-    model = load_model(options)
+    model = model_loading.load_model(options)
     defaults, quiet = prompts.model_defaults(model, context.params), options.quiet or options.as_json
     run_trace(model, prompt, prompts.merge_params(defaults, given, is_chat=options.chat, quiet=quiet), options)
 
@@ -269,9 +259,9 @@ def sample_trace(context: click.Context, options: command_options.TraceOptions) 
 @_command
 def bench(context: click.Context, options: command_options.BenchOptions) -> None:
     """Measure a MODEL here: prefill, decode, latency, memory, and the share of the memory's speed."""
-    check_suite(context)
-    options = take_named(context, options)
-    check_options(options, [])
+    model_loading.check_suite(context)
+    options = model_loading.take_named(context, options)
+    model_loading.check_options(options, [])
     from infer.models.compile_ahead import compiling_ahead
 
     with compiling_ahead(options.model, options.settings):
@@ -282,9 +272,9 @@ def bench(context: click.Context, options: command_options.BenchOptions) -> None
 
 
 def _with_texts(options: Any) -> tuple[Any, ...]:
-    check_options(options, [])
+    model_loading.check_options(options, [])
     texts = read_texts(options.source)
-    return load_model(options), texts, options
+    return model_loading.load_model(options), texts, options
 
 
 # The commands that only call one function, which is imported when it is called. Most are about files and servers.

@@ -16,7 +16,7 @@ from encoder_models import BY_NAME, make_encoder
 from fake_cli import FakeModel
 from fake_hub import FakeHub, serving
 from gguf_files import write_model
-from infer.cli import model_loading, subcommands
+from infer.cli import model_loading
 from infer.cli.model_loading import ModelOffer, offer_lines
 from infer.compute.kvcache.cache_settings import CacheSettings
 from infer.compute.kvcache.groups import slot_bytes
@@ -38,7 +38,7 @@ import sys
 sys.path[:] = {sys.path!r}
 import fake_cli
 from infer.files.hub.find import INSTALLED_MODELS
-from infer.cli import subcommands
+from infer.cli import model_loading
 from infer.system import available_memory
 installed = sys.argv.pop(1).split(",")
 for name in [name for name in INSTALLED_MODELS if name not in installed]:
@@ -48,7 +48,7 @@ available_memory.available_memory_bytes = lambda: 8_000_000_000
 if sys.stdin.isatty():
     from infer.models.catalog import header_facts, hub_models
     hub_models._HUB_SECONDS, header_facts.read_bandwidth = {SECONDS}, lambda num_threads: 1e10
-subcommands.load_model = lambda options: fake_cli.FakeModel()
+model_loading.load_model = lambda options: fake_cli.FakeModel()
 fake_cli.run()
 """
 SMALLEST = HUB_MODELS[0].name
@@ -97,7 +97,7 @@ def choosing(installed: str) -> Iterator[tuple[Terminal, list[str]]]:
 def test_a_model_is_named_with_or_without_the_option(arguments: Any, places: Path, monkeypatch: Any) -> None:
     model = str(write_model(places / "one.gguf"))
     loaded = list[str]()
-    monkeypatch.setattr(subcommands, "load_model", lambda options: loaded.append(options.model) or FakeModel())
+    monkeypatch.setattr(model_loading, "load_model", lambda options: loaded.append(options.model) or FakeModel())
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     run("chat", *(argument.format(model) for argument in arguments))
     assert loaded == [model]

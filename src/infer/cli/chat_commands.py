@@ -49,6 +49,18 @@ class ChatInput(ABC):
     def discard(self) -> bool:
         """Discard the typed text, and return False if an editor had any."""
 
+    @staticmethod
+    def is_open_block(text: str) -> bool:
+        """Return True if the text begins a block that is not closed yet."""
+        block = text.lstrip()
+        return block.startswith(BLOCK) and not block.removeprefix(BLOCK).rstrip().endswith(BLOCK)
+
+    @staticmethod
+    def message_of(text: str) -> str:
+        """Return the message without the marks of a block."""
+        block = text.lstrip()
+        return block.removeprefix(BLOCK).rstrip().removesuffix(BLOCK).strip("\n") if block.startswith(BLOCK) else text
+
     def read(self, begin: str = "") -> str | None:
         """Return the next message as `message` does.
 
@@ -65,18 +77,6 @@ class ChatInput(ABC):
                 return None
             note("(Ctrl-C again, Ctrl-D or /quit leaves)")
             begin, is_second = "", True
-
-
-def is_open_block(text: str) -> bool:
-    """Return True if the text begins a block that is not closed yet."""
-    block = text.lstrip()
-    return block.startswith(BLOCK) and not block.removeprefix(BLOCK).rstrip().endswith(BLOCK)
-
-
-def message_of(text: str) -> str:
-    """Return the message without the marks of a block."""
-    block = text.lstrip()
-    return block.removeprefix(BLOCK).rstrip().removesuffix(BLOCK).strip("\n") if block.startswith(BLOCK) else text
 
 
 def complete_file(typed: str, is_meant: Callable[[Path], bool] = Path.is_file) -> Iterator[str]:
@@ -164,12 +164,14 @@ class Leave(Exception):  # noqa: N818
     """Raised when /quit is typed."""
 
 
-def is_command(message: str) -> bool:
-    """Return True for a single line that begins with one slash.
+def run_message(session: ChatSession, message: str) -> Told:
+    """Return the question of a message, or what its command returns: a single line that begins with one slash.
 
     Two slashes begin an ordinary message, and so does a slash in a pasted block.
     """
-    return message.startswith("/") and not message.startswith("//") and "\n" not in message
+    if message.startswith("/") and not message.startswith("//") and "\n" not in message:
+        return run_command(session, message)
+    return Question(session.question(message.removeprefix("/") if message.startswith("//") else message))
 
 
 def completions(line: str) -> list[str]:

@@ -19,19 +19,7 @@ from typing import Any, final
 import click
 
 import infer
-from infer.cli.chat_commands import (
-    ChatInput,
-    Edit,
-    Leave,
-    Question,
-    Table,
-    calls_shown,
-    completions,
-    is_command,
-    is_open_block,
-    message_of,
-    run_command,
-)
+from infer.cli.chat_commands import ChatInput, Edit, Leave, Question, Table, calls_shown, completions, run_message
 from infer.cli.chat_session import ChatSession
 from infer.cli.command_options import ChatOptions
 from infer.cli.commands.generate_command import rate_text
@@ -87,13 +75,13 @@ class PlainInput(ChatInput):
             while self._is_ready(PASTE_SECONDS) and (following := self._line("")) is not None:
                 text = f"{text}\n{following}"
             return text.strip("\n")
-        while is_open_block(text) or text.endswith("\\"):
+        while self.is_open_block(text) or text.endswith("\\"):
             following = self._line("| ")
-            text = text if is_open_block(text) else text.removesuffix("\\")
+            text = text if self.is_open_block(text) else text.removesuffix("\\")
             if following is None:
                 break
             text = f"{text}\n{following}"
-        return message_of(text)
+        return self.message_of(text)
 
     def _line(self, prompt: str) -> str | None:
         """Return the next line without its end, or None at the end of input."""
@@ -194,9 +182,7 @@ def _turn(session: ChatSession, message: str, typed: ChatInput, *, quiet: bool, 
 def _asked(session: ChatSession, message: str, typed: ChatInput) -> str | Question | Table:
     if not message.strip():
         return ""
-    if not is_command(message):
-        return Question(session.question(message.removeprefix("/") if message.startswith("//") else message))
-    asked = run_command(session, message)
+    asked = run_message(session, message)
     if not isinstance(asked, Edit):
         return asked
     text = _edited(asked.text, typed)

@@ -22,7 +22,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.search import accept_search
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from infer.cli.chat_commands import ChatInput, is_open_block, message_of
+from infer.cli.chat_commands import ChatInput
 from infer.cli.terminal import note
 from infer.system.atomic import replacing
 
@@ -52,7 +52,7 @@ class ChatPrompt(ChatInput):
             enable_suspend=True,
             history=self._history,
             key_bindings=bindings,
-            multiline=Condition(lambda: not self._is_pasted and is_open_block(self._text)),
+            multiline=Condition(lambda: not self._is_pasted and self.is_open_block(self._text)),
             output=output,
             prompt_continuation=lambda width, line_number, wrap_count: "" if wrap_count else "| ",
         )
@@ -64,7 +64,7 @@ class ChatPrompt(ChatInput):
         except EOFError:
             return None
         self._history.report_trouble()
-        return text.strip("\n") if self._is_pasted else message_of(text)
+        return text.strip("\n") if self._is_pasted else self.message_of(text)
 
     def discard(self) -> bool:
         return not self._text
@@ -75,7 +75,7 @@ class ChatPrompt(ChatInput):
 
     def _is_continued(self) -> bool:
         """Return True if a backslash continues the text on another line."""
-        return self._text.endswith("\\") and not self._is_pasted and not is_open_block(self._text)
+        return self._text.endswith("\\") and not self._is_pasted and not self.is_open_block(self._text)
 
     def _paste(self, event: KeyPressEvent) -> None:
         """Insert a pasted text. If it has several lines, marks have no meaning in it."""

@@ -287,5 +287,11 @@ def without_zeros(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: zeros[name] if is_zero[name] else value for name, value in values.items()}
 
 
+def signed(seed: int) -> int:
+    """Return the signed integer with the same 64 bits as a seed, which is taken modulo 2⁶⁴."""
+    word = seed % 2**64
+    return word - 2**64 if word >= 2**63 else word
+
+
 def _id_from_text(token_id: object) -> object:
     return int(token_id) if isinstance(token_id, str) and token_id.isdecimal() else token_id

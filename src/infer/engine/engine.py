@@ -19,7 +19,7 @@ from typing import TypeVar, final
 from infer.compute.operands.limits import STATE_TOKENS
 from infer.compute.operands.step import Interrupt
 from infer.engine.prefixes.prefix_disk import PrefixDisk
-from infer.engine.prefixes.prefix_ends import PrefixEnds
+from infer.engine.prefixes.prefix_ends import LEAST_TOKENS, PrefixEnds
 from infer.engine.runner.runner import Runner
 from infer.engine.speculation.policy import Drafter
 from infer.engine.step.drafting import Drafting
@@ -289,7 +289,7 @@ class Engine:
         for sequence in self._slots.admit(self.max_running):
             sequence.must_end_prompt = self.runner.compresses_prompts
             self._drafting.enter(sequence)
-            if self.runner.shares_prefixes:
+            if self.runner.shares_prefixes and sequence.num_prompt_tokens >= LEAST_TOKENS:
                 self._prefix_ends.look(sequence)
         wanting = [each for each in self._slots.sequences if not each.is_paused and (not each.awaited or each.room > 0)]
         active = self._steps.take_turns(wanting, self.resting_tenants)

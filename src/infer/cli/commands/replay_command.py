@@ -30,7 +30,7 @@ from infer.models.catalog.models_at_hand import models_at_hand
 from infer.outputs import GenerationResult
 from infer.parameters import Number
 from infer.request_limits import MAX_BIAS, MAX_STOPS
-from infer.sampling_params import PARAMETERS, SamplingParams
+from infer.sampling_params import PARAMETERS, SamplingParams, signed
 from infer.serving.protocols.bodies import Served, refuse_unless_neutral
 from infer.serving.protocols.fields import BodyError, read_body
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
@@ -56,7 +56,8 @@ class Permalink:
     def of(cls, body: Mapping[str, Any], result: GenerationResult, fingerprint: str) -> Self:
         """Return the permalink of an answer to this body."""
         route: Route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        return cls(route, {**body, "seed": signed(result.seed)}, fingerprint, sha256_of(result.text))
+        seed = None if result.seed is None else signed(result.seed)
+        return cls(route, {**body, "seed": seed}, fingerprint, sha256_of(result.text))
 
     @property
     def url(self) -> str:
@@ -120,11 +121,6 @@ def _check_limits(params: SamplingParams) -> None:
         if not abs(bias) <= MAX_BIAS:
             rule = f"from -{MAX_BIAS} to {MAX_BIAS}"
             raise InvalidRequestError(f"logit_bias must be {rule} in a permalink, got {token_id}={bias:g}")
-
-
-def signed(seed: int | None) -> int | None:
-    """Return the seed as the routes accept it: a signed integer of 64 bits."""
-    return seed if seed is None or seed < 2**63 else seed - 2**64
 
 
 def _schema(params: SamplingParams) -> dict[str, Any]:

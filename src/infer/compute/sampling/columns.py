@@ -17,10 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from infer.compute.sampling.masks import num_mask_words, pack_masks
-from infer.compute.sampling.noise import signed
 from infer.compute.sampling.row_stages import FILTERS, allowed_ids, filter_numbers, filters_in_use
 from infer.errors import InvalidRequestError
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import SamplingParams, signed
 
 WHOLE_HISTORY = 1 << 62  # a repetition window that covers everything
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -40,6 +40,7 @@ from infer.compute.sampling.constants import (
     TAYLOR,
     WEIGHT_BITS,
 )
+from infer.sampling_params import signed
 
 
 def gumbel_at(seed: int, position: int, token_ids: Int[Tensor, "tokens"]) -> Float[Tensor, "tokens"]:
@@ -126,11 +127,6 @@ def _unsigned(word: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 def _low_word(x: Int[Tensor, "rows"]) -> Int[Tensor, "rows"]:
     word = x & 0xFFFFFFFF
     return torch.where(word >= 1 << 31, word - (1 << 32), word).to(torch.int32)
-
-
-def signed(number: int) -> int:
-    word = number & (1 << 64) - 1
-    return word - (1 << 64) if word >= 1 << 63 else word
 
 
 def weights(logits: Float[Tensor, "*rows vocab"], largest: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows vocab"]:

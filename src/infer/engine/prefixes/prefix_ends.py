@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from infer.engine.step.sequence import Sequence
 
-_LEAST_TOKENS = 256  # shortest prompt that is examined; at least half as many tokens must be read again
+LEAST_TOKENS = 256  # shortest prompt that is examined; at least half as many tokens must be read again
 _NUM_PROMPTS = 32  # earlier prompts with which a prompt is compared
 _SKIPPED, _COMPARED = 32, 16  # after the difference: tokens that may differ, then tokens that must be found
 _MOST_SHIFTED = 256  # tokens that may be missing or added at the difference
@@ -41,8 +41,11 @@ class PrefixEnds:
         self._told = set[int]()
 
     def look(self, sequence: Sequence) -> None:
-        """Compare a sequence's prompt with the last ones, and log each new place where it differs."""
-        if sequence.num_prompt_tokens < _LEAST_TOKENS or len(self._told) == _MOST_TOLD:
+        """Compare a sequence's prompt with the last ones, and log each new place where it differs.
+
+        The prompt has at least `LEAST_TOKENS` tokens.
+        """
+        if len(self._told) == _MOST_TOLD:
             return
         ids = np.array(sequence.request.prompt_token_ids, np.int32)
         earlier = [other for salt, other in self._prompts if salt == sequence.request.salt]
@@ -71,7 +74,7 @@ def prefix_end(earlier: _Ids, prompt: _Ids) -> PrefixEnd | None:
     windows = np.lib.stride_tricks.sliding_window_view(places, _COMPARED)
     equal = np.flatnonzero((windows == rest[:_COMPARED]).all(axis=1))[:_MOST_SHIFTS]
     num_again = max((_common(rest, prompt[position + int(shift) :]) for shift in equal), default=0)
-    return PrefixEnd(position, num_again) if num_again >= _LEAST_TOKENS // 2 else None
+    return PrefixEnd(position, num_again) if num_again >= LEAST_TOKENS // 2 else None
 
 
 def _common(left: _Ids, right: _Ids) -> int:

@@ -179,12 +179,16 @@ class Conversation:
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
+        if not self.options.tools:
+            return ()
         with about("tools"):
-            return read_tools(self.options.tools or ())
+            return read_tools(self.options.tools)
 
     @cached_property
     def choice(self) -> ToolChoice:
         tools = self.tools
+        if self.options.tool_choice is None:
+            return ToolChoice()
         with about("tool_choice"):
             return read_tool_choice(self.options.tool_choice, tools)
 

@@ -79,6 +79,10 @@ class ServerState:
         assert self.loaded is not None
         return self.loaded
 
+    def host(self) -> Any:
+        """Return the `Host` of the model. Raises ApiError 503 unless requests are served."""
+        return self.llm().llm.host
+
     def check_ready(self) -> None:
         """Raise ApiError 503 unless requests are served."""
         if self.phase == "loading":
@@ -93,14 +97,15 @@ class ServerState:
 
     def look(self) -> Load:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""
-        engine, lengths = self.llm().host.engine_if_any, self.door.lengths
+        engine, lengths = self.host().engine_if_any, self.door.lengths
         if engine is None:  # an encoder runs one call at a time
             return Load((), StepCosts(), self.settings.slots)
         cache = engine.runner.cache
 
         def fitting(num_tokens: int) -> int:
             needed = zip(cache.pool_pages, cache.pages_of(num_tokens), strict=True)
-            return min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
+            most: int = min((pages // max(1, each) for pages, each in needed), default=engine.max_running)
+            return most
 
         def work_of(each: Any) -> RemainingWork:
             answer = min(float(each.room), lengths.expected(each.tenant, len(each.pieces)))

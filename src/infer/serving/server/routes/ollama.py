@@ -177,17 +177,17 @@ async def tags(request: ApiRequest) -> OllamaModels:
 
 
 async def running(request: ApiRequest) -> OllamaModels:
-    llm, facts = request.server.llm(), await facts_of(request.server.settings.model_path)
-    cache = None if llm.host.reads_whole_texts else llm.host.runner.cache
+    host, facts = request.server.host(), await facts_of(request.server.settings.model_path)
+    cache = None if host.reads_whole_texts else host.runner.cache
     num_bytes = (0 if facts is None else facts.num_bytes) + (0 if cache is None else cache.num_bytes)
-    loaded = LoadedModel(num_bytes, llm.host.model.max_seq_len)
+    loaded = LoadedModel(num_bytes, host.model.max_seq_len)
     return OllamaModels([listed(request.server.settings.model, facts, loaded)])
 
 
 async def show(request: ApiRequest, body: OllamaModelBody) -> Response:
     request.check_model(body.model)
     facts = await facts_of(request.server.settings.model_path)
-    return shown_response(request.call.model, facts, request.server.llm().host.model.max_seq_len)
+    return shown_response(request.call.model, facts, request.server.host().model.max_seq_len)
 
 
 def shown_response(name: str, facts: ModelFacts | None, context: int | None) -> Response:

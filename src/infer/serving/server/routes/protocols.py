@@ -194,8 +194,8 @@ def _cancel(answers: Sequence[Any]) -> None:
 
 async def accept(request: ApiRequest, asked: Ask) -> Choices:
     """Prepare and check all prompts and put them into the queue. Raises ApiError if any prompt is refused."""
-    call, llm = request.call, request.server.llm()
-    await request.enter(_arrival(call.key_name, asked, llm.host.model.max_seq_len))
+    call, host = request.call, request.server.host()
+    await request.enter(_arrival(call.key_name, asked, host.model.max_seq_len))
     call.phase = "preparing"
     options = asked.options
     if key := call.key_name:  # each key has its own turns and its own cached prefixes
@@ -207,12 +207,12 @@ async def accept(request: ApiRequest, asked: Ask) -> Choices:
         groups = list[list[Any]]()
         for number, prompt in enumerate(asked.prompts):
             with refusing(asked.prompt_name if len(asked.prompts) == 1 else f"{asked.prompt_name}[{number}]"):
-                groups.append(await llm.host.answers(replace(asked, prompts=[prompt], options=options)))
+                groups.append(await host.answers(replace(asked, prompts=[prompt], options=options)))
         choices = Choices(request, groups, is_answered=asked.is_answered)
         warnings = chain.from_iterable(sequence.request.warnings for sequence in choices.firsts)
         call.warnings[:] = dict.fromkeys((*call.warnings, *warnings))
         if call.sent:
-            await llm.host.loop.prepare(lambda check: choices.resume())
+            await host.loop.prepare(lambda check: choices.resume())
         choices.begin()
         return choices
 

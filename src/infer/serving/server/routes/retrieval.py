@@ -49,7 +49,7 @@ async def embeddings(request: ApiRequest, body: EmbeddingsBody) -> Response:
 
 async def embed(request: ApiRequest, body: EmbeddingsBody, make_answer: Callable[[Any, int], Output]) -> Response:
     """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
-    host, call = request.server.llm().host, request.call
+    host, call = request.server.host(), request.call
     request.check_model(body.model)
     texts, options = texts_of(body.input), body.options()
     if not (request.server.settings.allow_embeddings or host.facts.heads.embedder):
@@ -83,7 +83,7 @@ async def score(request: ApiRequest, body: ScoreBody) -> ListOutput[Score]:
 
 
 async def classify(request: ApiRequest, body: ClassifyBody) -> ListOutput[Labelled]:
-    classifier = request.server.llm().host.facts.heads.classifier
+    classifier = request.server.host().facts.heads.classifier
     request.check_model(body.model)
     texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
     if classifier is None:
@@ -97,7 +97,7 @@ async def _score(request: ApiRequest, body: RerankBody | ScoreBody) -> tuple[lis
     """Return the scores of the body's pairs, and their number of tokens. A raw score of a reranker is its logit."""
     request.check_model(body.model)
     pairs, is_raw = body.pairs(), bool(body.raw_scores)
-    heads, may_compare = request.server.llm().host.facts.heads, request.server.settings.allow_embeddings
+    heads, may_compare = request.server.host().facts.heads, request.server.settings.allow_embeddings
     if not (heads.reranker or heads.embedder or may_compare):
         message = (
             "this model is not a reranker and was not made for embeddings: serve a reranker, or start the server with "

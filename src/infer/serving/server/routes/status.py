@@ -107,7 +107,7 @@ class Props(Struct):
 
 
 async def props(request: ApiRequest) -> Props:
-    host, llm = request.server.llm().host, request.server.llm().llm
+    host, llm = request.server.host(), request.server.llm().llm
     cache = None if host.reads_whole_texts else host.runner.cache
     return Props(
         model=request.server.settings.model,
@@ -168,7 +168,7 @@ def seen_by(tenant: str, snapshot: Json) -> Json:
 async def _snapshots(state: ServerState, tenant: str, seconds: float) -> AsyncGenerator[bytes, None]:
     last: tuple[Any, ...] | None = None
     while True:
-        state.llm().host.requests.check_generates()
+        state.host().requests.check_generates()
         snapshot = await state.snapshot()
         what_counts = snapshot.num_steps, len(snapshot.sequences), snapshot.pools
         if what_counts != last:

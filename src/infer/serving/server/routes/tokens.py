@@ -99,7 +99,7 @@ class RenderedTemplate(Output):
 
 async def tokenize(request: ApiRequest, body: TokenizeBody) -> Response:
     request.check_model(body.model)
-    kind, host = _kind_of(body), request.server.llm().host
+    kind, host = _kind_of(body), request.server.host()
     tokenizer = host.tokenizer
 
     def answer() -> Response:
@@ -122,7 +122,7 @@ async def tokenize(request: ApiRequest, body: TokenizeBody) -> Response:
 
 async def detokenize(request: ApiRequest, body: DetokenizeBody) -> DetokenizedText:
     """Answer with the text, which includes special tokens."""
-    host = request.server.llm().host
+    host = request.server.host()
     request.check_model(body.model)
     if (most := host.tokenizer.vocab_size - 1) < max(body.tokens, default=0):
         index = next(at for at, each in enumerate(body.tokens) if each > most)
@@ -134,20 +134,20 @@ async def detokenize(request: ApiRequest, body: DetokenizeBody) -> DetokenizedTe
 
 async def apply_template(request: ApiRequest, body: ApplyTemplateBody) -> RenderedTemplate:
     """Answer with the text from which a chat completion of these messages is computed."""
-    llm = request.server.llm()
+    host = request.server.host()
     request.check_model(body.model)
 
     def render() -> str:
         asked = body.ask(body.messages)
-        messages, variables = _conversation(llm.host, asked).shown(list(asked.prompts[0]))
-        return str(llm.host.tokenizer.render_chat_template(messages, **variables))
+        messages, variables = _conversation(host, asked).shown(list(asked.prompts[0]))
+        return str(host.tokenizer.render_chat_template(messages, **variables))
 
     return RenderedTemplate(await request.prepared(render, "messages"))
 
 
 async def count_prompt(request: ApiRequest, asked: Ask) -> int:
     """Return the number of tokens of a conversation's prompt. Raises an ApiError that names the prompt's field."""
-    return len(await request.prepared(partial(encoded, request.server.llm().host, asked), asked.prompt_name))
+    return len(await request.prepared(partial(encoded, request.server.host(), asked), asked.prompt_name))
 
 
 def encoded(host: Any, asked: Ask) -> list[int]:

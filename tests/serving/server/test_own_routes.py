@@ -19,7 +19,7 @@ from cases import cases
 from classifier_model import LABELS
 from infer import LLM
 from infer.serving.protocols.fields import BodyError
-from infer.serving.protocols.retrieval import EmbeddingsBody, texts_of
+from infer.serving.protocols.retrieval import EmbeddingsBody
 from infer.serving.server.app import ROUTES
 from infer.serving.server.routes.openapi import document
 from infer.serving.server.routes.status import OTHERS, interval_of, seen_by
@@ -105,9 +105,9 @@ def test_a_model_that_is_not_for_embeddings_says_what_to_do(llm: LLM) -> None:
 
 def test_a_vector_of_zeros_stays_zero() -> None:
     assert EmbeddingsBody(input="a").items(torch.zeros(1, 4).numpy())[0].embedding == [0.0] * 4
-    assert texts_of([[1, 2], [3]]) == [[1, 2], [3]]
+    assert EmbeddingsBody(input=[[1, 2], [3]]).texts() == [[1, 2], [3]]
     with pytest.raises(BodyError, match=r"input\[0\]\[1\]"):
-        texts_of([[1, "a"]])
+        EmbeddingsBody(input=[[1, "a"]]).texts()
 
 
 # Traces and branches

@@ -24,7 +24,7 @@ from infer.serving.batch_file.batch_rows import BatchSettings, Row, TextsBody, W
 from infer.serving.protocols.bodies import Served, seed_of
 from infer.serving.protocols.events import Spelling
 from infer.serving.protocols.openai.ask import ChatBody, CompletionBody
-from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody, texts_of, texts_or_pairs_of
+from infer.serving.protocols.retrieval import ClassifyBody, EmbeddingsBody, RerankBody
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096  # computed together: many steps, but few seconds, after which their lines are written
 
@@ -128,9 +128,9 @@ def _task_of(llm: LLM, row: Row) -> TextTask[Any]:
     if isinstance(body, EmbeddingsBody):
         if host.facts.heads.embedder is None and body.pooling is None:
             raise InvalidRequestError("this model was not trained for embeddings: give pooling to use it anyway")
-        return embed(host, texts_of(body.input), body.options()).then(lambda vectors: body.items(vectors.numpy()))
+        return embed(host, body.texts(), body.options()).then(lambda vectors: body.items(vectors.numpy()))
     if isinstance(body, ClassifyBody):
-        task = classify(host, texts_or_pairs_of(body.input), truncate=bool(body.truncate))
+        task = classify(host, body.texts(), truncate=bool(body.truncate))
         labels = classifier_of(host).labels
         return task.then(lambda values: body.items(values, labels))
     assert isinstance(body, RerankBody)

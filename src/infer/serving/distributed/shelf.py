@@ -26,7 +26,7 @@ from infer.serving.distributed.shelved_model import (
     refusal,
     wait_seconds,
 )
-from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.api_errors import NO_RETRY, ApiError
 from infer.serving.server.door import retry_headers
 from infer.serving.server.endpoint import known_name
 from infer.serving.server.routes.served_models import StatusValue, cached_path
@@ -34,7 +34,6 @@ from infer.serving.server.server_state import Changes
 from infer.serving.server_settings import ServerSettings
 
 _LOOK_SECONDS = 1.0  # between two looks for models
-_NO_RETRY = {"x-should-retry": "false"}
 
 
 class ShelfWork(NamedTuple):
@@ -232,7 +231,7 @@ class Shelf:
         """
         if seconds := model.seconds_for_others(tenant):
             message = f"another key has just used the model {model.name!r:.80}: unload it in {seconds:.0f} s"
-            raise ApiError(409, message, code="model_in_use", headers=_NO_RETRY)
+            raise ApiError(409, message, code="model_in_use", headers=NO_RETRY)
         if model.source.is_pinned:
             message = f"the model {model.name!r:.80} is pinned, so it cannot be unloaded"
             raise ApiError(409, message, code="model_pinned")
@@ -247,7 +246,7 @@ class Shelf:
         try:
             await self._know(model)
         except InferError as error:
-            raise ApiError(503, str(error), code="model_failed", headers=_NO_RETRY) from error
+            raise ApiError(503, str(error), code="model_failed", headers=NO_RETRY) from error
         waiting = [ticket for each in self.models.values() for ticket in each.waiting]
         if sum(ticket.tenant == tenant for ticket in waiting) >= self.settings.max_queue:
             message = f"at most {self.settings.max_queue} requests of a key may wait for models: retry later"

@@ -19,7 +19,7 @@ from infer.serving.protocols.fields import BodyError
 
 _TYPE_BY_STATUS = {429: "rate_limit_error"}
 ENGINE_FAILED = "engine_failed"  # the code of an error of the engine: another process can answer instead
-_NO_RETRY = {"x-should-retry": "false"}
+NO_RETRY = {"x-should-retry": "false"}
 
 
 class ErrorFields(Struct):
@@ -86,7 +86,7 @@ def api_error(error: Exception) -> ApiError:
         case OutOfPagesError():
             return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "1"})
         case EngineFailedError():
-            return ApiError(500, str(error), code=ENGINE_FAILED, headers=_NO_RETRY)
+            return ApiError(500, str(error), code=ENGINE_FAILED, headers=NO_RETRY)
         case InferError():
-            return ApiError(500, str(error), headers=_NO_RETRY)
-    return ApiError(500, "the server failed to answer: see its log", code="internal_error", headers=_NO_RETRY)
+            return ApiError(500, str(error), headers=NO_RETRY)
+    return ApiError(500, "the server failed to answer: see its log", code="internal_error", headers=NO_RETRY)

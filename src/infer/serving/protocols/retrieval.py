@@ -29,6 +29,14 @@ class Embedding(Struct, tag_field="object", tag="embedding"):
     embedding: list[float] | str
 
 
+def _texts_of(given: str | Sequence[Any]) -> list[Any]:
+    texts = [] if given == [] else prompts_of(given, "input")
+    if "" in texts:
+        path = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
+        raise refuse(f"{path} must not be empty", path)
+    return texts
+
+
 @final
 class EmbeddingsBody(Body, kw_only=True):
     """OpenAI's fields, and those of `LLM.embed`."""
@@ -40,6 +48,10 @@ class EmbeddingsBody(Body, kw_only=True):
     prompt_name: str | None = None
     normalize: bool | None = None
     truncate: bool | None = None
+
+    def texts(self) -> list[Any]:
+        """Return the inputs as texts or lists of ids. Raises BodyError. Only a body of Ollama may have none."""
+        return _texts_of(self.input)
 
     def options(self) -> VectorOptions:
         """Return the options that the body sets."""
@@ -139,6 +151,13 @@ class ClassifyBody(Body, kw_only=True):
     input: str | Annotated[list[Any], Meta(min_length=1, max_length=MAX_TEXTS)]
     truncate: bool | None = None
 
+    def texts(self) -> list[Any]:
+        """Return the inputs as texts, lists of ids or pairs of texts. Raises BodyError."""
+        given: Any = self.input
+        if type(given) is list and all(isinstance(each, list) and [*map(type, each)] == [str] * 2 for each in given):
+            return given
+        return _texts_of(given)
+
     def items(self, values: Sequence[list[float]], labels: Sequence[str]) -> list[Labelled]:
         """Return the items of the answer for the values of texts, each in the order of the labels."""
         return [Labelled(index, labels[each.index(max(each))], each, len(labels)) for index, each in enumerate(values)]
@@ -201,19 +220,3 @@ class ListOutput(Output, Generic[_Item], kw_only=True, tag_field="object", tag="
     model: str
     data: list[_Item]
     usage: EmbeddingsUsage
-
-
-def texts_of(given: str | Sequence[Any]) -> list[Any]:
-    """Return the inputs as texts or lists of ids. Raises BodyError. Only a body of Ollama may have none."""
-    texts = [] if given == [] else prompts_of(given, "input")
-    if "" in texts:
-        path = "input" if isinstance(given, str) else f"input[{texts.index('')}]"
-        raise refuse(f"{path} must not be empty", path)
-    return texts
-
-
-def texts_or_pairs_of(given: str | Sequence[Any]) -> list[Any]:
-    """Return the inputs as texts, lists of ids or pairs of texts. Raises BodyError."""
-    if not isinstance(given, str) and all(isinstance(each, list) and [*map(type, each)] == [str] * 2 for each in given):
-        return list(given)
-    return texts_of(given)

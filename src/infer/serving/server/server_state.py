@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, final
 import infer
 from infer.engine.step.step_costs import StepCosts
 from infer.errors import ClosedError, InferError, InvalidRequestError
-from infer.serving.protocols.api_errors import ApiError
+from infer.serving.protocols.api_errors import NO_RETRY, ApiError
 from infer.serving.server.connection import Call
 from infer.serving.server.door import Door, Load, RemainingWork, retry_headers
 from infer.serving.server.metrics import Metrics
@@ -92,8 +92,7 @@ class ServerState:
             headers = {"Retry-After": "1", "Connection": "close"}
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers=headers)
         if self.phase == "failed":
-            message, headers = f"the server has failed: {self.failure}", {"x-should-retry": "false"}
-            raise ApiError(503, message, code="failed", headers=headers)
+            raise ApiError(503, f"the server has failed: {self.failure}", code="failed", headers=NO_RETRY)
 
     def look(self) -> Load:
         """Return the load of the engine. Raises ApiError 503 unless requests are served."""

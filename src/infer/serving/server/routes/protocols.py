@@ -21,7 +21,7 @@ from infer.outputs import GenerationResult, Piece
 from infer.request_limits import MAX_PRIORITY
 from infer.serving.protocols.anthropic.ask import CountTokensBody
 from infer.serving.protocols.anthropic.events import InputTokens, MessageShape
-from infer.serving.protocols.api_errors import ENGINE_FAILED, ApiError
+from infer.serving.protocols.api_errors import ENGINE_FAILED, NO_RETRY, ApiError
 from infer.serving.protocols.bodies import Served, refusing
 from infer.serving.protocols.events import Accepted, Delta, Output, Scores, Shape, event, with_warnings
 from infer.serving.protocols.fields import Parameters, Reading
@@ -150,8 +150,8 @@ class Choices:
         """Return the result. Raises ApiError if it failed, or if the server cancelled it other than for a timeout."""
         if result.finish_reason == "error":
             has_engine_failed = result.stop_reason == "internal" and self._state.has_engine_failed
-            code, headers = ENGINE_FAILED if has_engine_failed else None, {"x-should-retry": "false"}
-            raise ApiError(500, result.error or "the answer failed", code=code, headers=headers)
+            code, message = ENGINE_FAILED if has_engine_failed else None, result.error or "the answer failed"
+            raise ApiError(500, message, code=code, headers=NO_RETRY)
         if result.finish_reason == "abort" and result.stop_reason != "timeout":
             self._state.llm()  # raises if the server is shutting down
             raise ApiError(500, "the answer was cancelled")

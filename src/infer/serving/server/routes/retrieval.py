@@ -28,8 +28,6 @@ from infer.serving.protocols.retrieval import (
     RerankOutput,
     Score,
     ScoreBody,
-    texts_of,
-    texts_or_pairs_of,
 )
 from infer.serving.server.door import Arrival
 from infer.serving.server.endpoint import ApiRequest, post, text_tokens
@@ -51,7 +49,7 @@ async def embed(request: ApiRequest, body: EmbeddingsBody, make_answer: Callable
     """Return the answer that `make_answer` makes of the vectors (float32 `[texts, size]`) and the number of tokens."""
     host, call = request.server.host(), request.call
     request.check_model(body.model)
-    texts, options = texts_of(body.input), body.options()
+    texts, options = body.texts(), body.options()
     if not (request.server.settings.allow_embeddings or host.facts.heads.embedder):
         message = "this model was not trained for embeddings: start the server with --embeddings to use it anyway"
         raise refuse(message, "model", "unsupported_model")
@@ -85,7 +83,7 @@ async def score(request: ApiRequest, body: ScoreBody) -> ListOutput[Score]:
 async def classify(request: ApiRequest, body: ClassifyBody) -> ListOutput[Labelled]:
     classifier = request.server.host().facts.heads.classifier
     request.check_model(body.model)
-    texts, truncate = texts_or_pairs_of(body.input), bool(body.truncate)
+    texts, truncate = body.texts(), bool(body.truncate)
     if classifier is None:
         raise refuse("this model is not a classifier: serve a classifier", "model", "unsupported_model")
     computed = await _compute(request, texts, lambda llm: llm.compute_labels(texts, truncate=truncate))

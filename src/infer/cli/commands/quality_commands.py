@@ -61,7 +61,8 @@ def run_compare(reference: "infer.LLM", model: "infer.LLM", text: str, options: 
         with exit_on_signal(), Spinner("comparing weights") as spinner:
             both = open_checkpoint(options.reference), open_checkpoint(options.model)
             errors = {} if both[0].path == both[1].path else weight_errors(*both, spinner.progress)
-        _write_page(options.html, comparison_page((options.model, options.reference), divergence, rows, errors))
+        content = comparison_page((options.model, options.reference), divergence, rows, errors)
+        write_whole(options.html, content.encode(), "the page ")
     print_report(divergence, columns_of_rows(rows, "<<"), as_json=options.as_json)
 
 
@@ -112,7 +113,7 @@ def run_doctor(options: DoctorOptions) -> int:
     with exit_on_signal(), Spinner("reading") as spinner:
         diagnosis = examine(options.model, spinner.progress)
     if options.html is not None:
-        _write_page(options.html, doctor_page(diagnosis))
+        write_whole(options.html, doctor_page(diagnosis).encode(), "the page ")
     print_report(diagnosis.to_json(), finding_lines(diagnosis), as_json=options.as_json)
     return 1 if diagnosis.findings else 0
 
@@ -150,10 +151,6 @@ def by_kind_and_layer(items: Mapping[str, Item]) -> dict[str, dict[int, list[Ite
 
 def _labels(layers: Iterable[int]) -> list[str]:
     return [f"layer {layer}" for layer in layers]
-
-
-def _write_page(path: Path, content: str) -> None:
-    write_whole(path, content.encode(), "the page ")
 
 
 def comparison_page(

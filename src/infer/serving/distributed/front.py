@@ -162,7 +162,8 @@ class ShelfFront:
         own = {each.path: each.handler for each in (*_OWN, *description_routes([*DESCRIBED, *changes]))}
         own |= {"/metrics": self._read_metrics, "/ready": self._ready}
         own |= {"/v1/models": self._list, "/v1/models/{id:path}": self._show}
-        own |= {"/api/tags": self._tags, "/api/ps": self._running, "/api/show": self._describe, "/api/pull": self._pull}
+        own |= {"/api/tags": self._tags, "/api/ps": self._running, "/api/show": self._describe}
+        own |= {"/api/pull": partial(ollama.pull, known=self._shelf.models)}
         return [*fronted(own, self._hand_on), *changes]
 
     async def _hand_on(self, request: ApiRequest, route: ApiRoute) -> Response | OllamaOutput:
@@ -216,9 +217,6 @@ class ShelfFront:
     async def _describe(self, request: ApiRequest, body: OllamaModelBody) -> Response:
         model = await self._shelf.named(body.model)
         return ollama.shown_response(model.name, await facts_of(model.source.path), model.context)
-
-    async def _pull(self, request: ApiRequest, body: OllamaModelBody) -> Response:
-        return await ollama.pull(request, body, self._shelf.models)
 
     def _loaded(self, model: ShelvedModel) -> LoadedModel:
         seconds = self._shelf.idle_seconds_of(model)

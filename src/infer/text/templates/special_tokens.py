@@ -1,8 +1,7 @@
 """The texts of special tokens, and marks that separate a message's texts from the template's texts."""
 
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, Self, final
 
@@ -80,17 +79,24 @@ class SpecialTexts:
         return self._whole.findall(text)
 
     def cut(self, marked: str, mark: str) -> list[PromptPart]:
-        """Return pieces of the text without its marks, cut at the template's special tokens around a message's own."""
+        """Return pieces of the text without its marks, cut at the template's special tokens around a message's own.
+
+        Text around a message's own, from the template's special token before it to the one after it, is not control.
+        """
         parts = marked.split(mark)
-        text = "".join(parts)
-        marks = set(accumulate(map(len, parts[:-1])))
-        own_spans: list[tuple[int, int]] = []
-        foreign_spans: list[tuple[int, int]] = []
-        for found in self._whole.finditer(text):
-            inside = range(found.start() + 1, found.end())
-            is_foreign = any(index in marks for index in inside)
-            (foreign_spans if is_foreign else own_spans).append(found.span())
-        return list(_pieces(text, own_spans, foreign_spans))
+        text, marks = "".join(parts), set(accumulate(map(len, parts[:-1])))
+        pieces, start = list[PromptPart](), 0
+        region_start, is_foreign = 0, False  # of the text since the template's last special token
+        spans = [special.span() for special in self._whole.finditer(text)]
+        for begin, end in [*spans, (len(text), len(text))]:
+            if not marks.isdisjoint(range(begin + 1, end)):
+                is_foreign = True
+                continue
+            if is_foreign:
+                pieces += [PromptPart(text[start:region_start], True), PromptPart(text[region_start:begin], False)]
+                start = begin
+            region_start, is_foreign = end, False
+        return [piece for piece in [*pieces, PromptPart(text[start:], True)] if piece.text]
 
     def _head_length(self, string: str) -> int:
         """Return the length of the longest prefix of a special token that ends the string, or 0."""
@@ -113,21 +119,3 @@ def _trie_pattern(texts: Sequence[str]) -> str:
     if not branches:
         return re.escape(prefix)
     return f"{re.escape(prefix)}(?:{'|'.join(branches)}){'?' if ends_here else ''}"
-
-
-def _pieces(text: str, own_spans: list[tuple[int, int]], foreign_spans: list[tuple[int, int]]) -> Iterator[PromptPart]:
-    """Yield the pieces.
-
-    Text around a foreign span, from the template's special token before it to the one after it, is not control.
-    """
-    start = 0
-    own_borders = [(0, 0), *own_spans, (len(text), len(text))]
-    foreign_starts = [begin for begin, _ in foreign_spans]
-    for (_, region_start), (region_end, _) in pairwise(own_borders):
-        if bisect_left(foreign_starts, region_start) < bisect_left(foreign_starts, region_end):
-            if start < region_start:
-                yield PromptPart(text[start:region_start], is_control=True)
-            yield PromptPart(text[region_start:region_end], is_control=False)
-            start = region_end
-    if start < len(text):
-        yield PromptPart(text[start:], is_control=True)

@@ -40,6 +40,9 @@ class TemplateLimitError(InvalidRequestError):
     """The template takes more time, memory or characters than it may."""
 
 
+_ERRORS = {"refusal": TemplateRefusalError, "limit": TemplateLimitError}
+
+
 @cache
 def _lane() -> Lane:
     return Lane(Path(__file__).with_name("template_child.py"), str(RENDER_SECONDS), str(MEMORY_BYTES))
@@ -64,18 +67,8 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     if "text" in answer:
         return str(answer["text"])
     where = "" if answer["line"] is None else f", line {answer['line']},"
-    message = " ".join(answer["error"].split())
-    match answer["kind"]:
-        case "complaint":
-            raise TemplateRefusalError(f"the chat template{where} rejects the conversation: {message}")
-        case "syntax":
-            raise InvalidRequestError(f"the chat template{where} is not valid: {message}")
-        case "memory":
-            raise TemplateLimitError(f"the chat template takes more than {MEMORY_BYTES >> 20} MiB: it cannot be used")
-        case "length":
-            raise TemplateLimitError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
-        case _:
-            raise InvalidRequestError(f"the chat template{where} fails on the conversation: {message}")
+    error_class = _ERRORS.get(answer["kind"], InvalidRequestError)
+    raise error_class(f"the chat template{where} {' '.join(answer['problem'].split())}")
 
 
 # Hugging Face's names of a message's reasoning. Templates read the first one.
@@ -184,9 +177,9 @@ class ChatTemplate:
         """
         odd = odd_system_texts(given := context["messages"])
         forms: list[Callable[[Any], list[Any]]] = [list, *[with_one_system] * bool(odd), without_system]
-        refusal, found = None, list[tuple[dict[str, Any], str]]()
+        refusals, first = list[InvalidRequestError](), None
         for form in forms:
-            if form is without_system and not (refusal and _OF_ROLES.search(str(refusal))):
+            if form is without_system and not (refusals and _OF_ROLES.search(str(refusals[0]))):
                 continue  # it was something else that the template refused
             fitted = {**context, "messages": [with_form(each, self._forms(each)) for each in form(given)]}
             try:
@@ -194,14 +187,14 @@ class ChatTemplate:
             except TemplateLimitError:
                 raise
             except InvalidRequestError as error:
-                refusal = refusal or error
+                refusals.append(error)
                 continue
-            found.append((fitted, text))
             if all(each in text for each in odd):
-                break
-        if refusal is not None and not found:
-            raise refusal
-        return next((each for each in found if all(text in each[1] for text in odd)), found[0])
+                return fitted, text
+            first = first or (fitted, text)
+        if first is None:
+            raise refusals[0]
+        return first
 
     def _forms(self, message: Mapping[str, Any]) -> ContentForms:
         """Return the forms of contents of the message's role that the template shows. They are probed once."""

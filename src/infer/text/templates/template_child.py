@@ -1,8 +1,8 @@
 """Render chat templates in a process that a malicious template cannot harm. `chat_template` runs it as a program.
 
 It has Hugging Face's Jinja environment, in Jinja's sandbox. It reads lines of JSON, [template, variables, most
-characters]. It answers each with a line of JSON: {"text": …}, or {"error": …, "line": …, "kind": …}. It imports nothing
-from infer, so that it starts in a tenth of a second.
+characters]. It answers each with a line of JSON: {"text": …}, or {"kind": …, "problem": …, "line": …}. It imports
+nothing from infer, so that it starts in a tenth of a second.
 """
 
 import json
@@ -108,18 +108,24 @@ class Renderer:
         self._compiled: OrderedDict[str, jinja2.Template] = OrderedDict()
 
     def answer(self, source: str, variables: dict[str, Any], most_characters: int) -> dict[str, Any]:
+        """Return {"text": …}, or the problem of the template and its line in the template."""
+        kind, line = "", None
         try:
             template = self._compile(source)
             return {"text": "".join(_limited(template.generate(variables), most_characters))}
-        except (MemoryError, _TooLongError) as error:
-            return {"kind": "memory" if isinstance(error, MemoryError) else "length", "error": "", "line": None}
+        except MemoryError:
+            most_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0]
+            kind, problem = "limit", f"takes more than {most_bytes >> 20} MiB: it cannot be used"
+        except _TooLongError:
+            kind, problem = "limit", f"writes more than {most_characters:,} characters"
         except _Complaint as error:
-            return {"kind": "complaint", "error": str(error.message), "line": _line_of(error)}
+            kind, problem, line = "refusal", f"rejects the conversation: {error.message}", _line_of(error)
         except jinja2.exceptions.TemplateSyntaxError as error:
-            return {"kind": "syntax", "error": str(error.message), "line": error.lineno}
+            problem, line = f"is not valid: {error.message}", error.lineno
         except Exception as error:  # a template can make Python raise anything
-            kind = "" if isinstance(error, jinja2.exceptions.TemplateError) else f"{type(error).__name__}: "
-            return {"kind": "failure", "error": f"{kind}{error}", "line": _line_of(error)}
+            name = "" if isinstance(error, jinja2.exceptions.TemplateError) else f"{type(error).__name__}: "
+            problem, line = f"fails on the conversation: {name}{error}", _line_of(error)
+        return {"kind": kind, "problem": problem, "line": line}
 
     def _compile(self, source: str) -> jinja2.Template:
         template = self._compiled.pop(source, None) or self._environment.from_string(source)

@@ -20,6 +20,7 @@ from infer.text.tokenizer.pre_tokenizers import (
     PreTokenizer,
     pre_tokenizer_named,
 )
+from infer.text.tokenizer.tokenizers_library import panics_as
 from infer.text.tokenizer.value_checks import check_metadata
 
 Integers = npt.NDArray[np.int64]
@@ -80,10 +81,11 @@ def make_gguf_backend(metadata: Mapping[str, Any]) -> tuple[Tokenizer, list[str]
         merges = _derive_merges(texts, list_of(metadata, "tokenizer.ggml.scores", len(texts)), types)
     else:
         merges = [_split_merge(merge) for merge in list_of(metadata, "tokenizer.ggml.merges")]
-    if rules.marks_spaces:
-        backend = _make_marked(metadata, vocabulary, merges)
-    else:
-        backend = _make_byte_level(rules, vocabulary, merges)
+    with panics_as(lambda problem: ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", problem)):
+        if rules.marks_spaces:
+            backend = _make_marked(metadata, vocabulary, merges)
+        else:
+            backend = _make_byte_level(rules, vocabulary, merges)
     add_tokens(backend, texts, types)
     backend.post_processor = _make_post_processor(backend, metadata, texts, rules)
     return backend, texts
@@ -138,7 +140,7 @@ def _with_control_names(metadata: Mapping[str, Any], texts: list[str], types: li
 
 
 def _make_byte_level(rules: PreTokenizer, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    backend = Tokenizer(_make_bpe(vocabulary, merges, ignore_merges=rules.ignore_merges))
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.ignore_merges))
     if rules.composes:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = rules.make()
@@ -150,7 +152,7 @@ def _make_marked(metadata: Mapping[str, Any], vocabulary: dict[str, int], merges
     """Return a backend that writes spaces as ▁, and characters that are not in the vocabulary as bytes."""
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
     unknown = next((text for text, token_id in vocabulary.items() if token_id == unknown_id), None)
-    backend = Tokenizer(_make_bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     to_mark = normalizers.Replace(" ", _SPACE_MARK)
     steps: list[decoders.Decoder] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", metadata.get("tokenizer.ggml.model") == WITH_SCORES):
@@ -236,15 +238,6 @@ def _powers(base: int, largest: int) -> Hashes:
 
 def _slot(hashes: Hashes) -> Hashes:
     return (hashes * np.uint64(_HASH_MIX)) >> np.uint64(64 - _SLOT_BITS)
-
-
-def _make_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-    try:
-        return models.BPE(vocabulary, merges, **options)
-    except Exception as error:  # tokenizers raises only Exception itself
-        if type(error) is not Exception:
-            raise
-        raise ModelFormatError("GGUF metadata", "tokenizer.ggml.merges", str(error)) from error
 
 
 def _make_post_processor(

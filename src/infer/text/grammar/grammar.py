@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
-from infer.sampling_params import SamplingParams
+from infer.sampling_params import CONSTRAINTS, SamplingParams
 
 STRICT = "x-strict"  # a keyword at the top of a schema; by default true: parts that cannot be enforced are refused
 GrammarKind = Literal["json_schema", "tool_schema", "argument_schema", "regex", "grammar", "choice"]
@@ -47,12 +47,8 @@ def not_strict(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def grammar_of(params: SamplingParams) -> Grammar | None:
     """Return the grammar of `json_schema`, `regex`, `grammar` or `choice`, or None if none of them is given."""
-    if params.json_schema is not None:
-        return Grammar("json_schema", str(params.json_schema))
-    if params.regex is not None:
-        return Grammar("regex", params.regex)
-    if params.grammar is not None:
-        return Grammar("grammar", params.grammar)
-    if params.choice is not None:
-        return Grammar("choice", json.dumps(list(params.choice), ensure_ascii=False))
+    for kind in CONSTRAINTS:
+        if (given := getattr(params, kind)) is not None:
+            text = given if isinstance(given, str) else json.dumps(list(given), ensure_ascii=False)
+            return Grammar(cast(GrammarKind, kind), text)
     return None

@@ -72,8 +72,7 @@ class Tokenizer:
         cls_id = self._id_of(named_tokens.get("cls_token"))  # encoders begin a text with this token
         begins_with_cls = cls_id is not None and added_ids[:1] == [cls_id]
         self.bos_token_id = cls_id if begins_with_cls else self._id_of(named_tokens.get("bos_token"))
-        given_end_ids = frozenset(filter(self._is_token, end_token_ids))
-        self.eos_token_ids = (given_end_ids | self._named_end_ids(names)) - self._message_end_ids(names)
+        self.eos_token_ids = self._end_ids(end_token_ids, names)
         self.adds_bos = self.bos_token_id is not None and added_ids[:1] == [self.bos_token_id]
         self._first_ids = added_ids[: self.adds_bos]
         self.ending_ids = added_ids[self.adds_bos :]  # ids that `encode` adds after a text
@@ -467,14 +466,11 @@ class Tokenizer:
         """Return True if the vocabulary has the id. A configuration may name end tokens that are not in it."""
         return 0 <= token_id < MAX_TOKENS and self.backend.id_to_token(token_id) is not None
 
-    def _named_end_ids(self, names: Mapping[str, int]) -> frozenset[int]:
-        ends = {token_id for text, token_id in names.items() if text in END_NAMES}
-        if "<|end|>" in names:  # Phi ends an answer with it
-            ends.add(names["<|end|>"])
-        eos = self._id_of(self._named_tokens.get("eos_token"))
-        return frozenset(ends if eos is None else ends | {eos})
-
-    @staticmethod
-    def _message_end_ids(names: Mapping[str, int]) -> frozenset[int]:
-        """Return the ids that end a message but not an answer, whatever a file says: gpt-oss's `<|end|>`."""
-        return frozenset({names["<|end|>"]} if {"<|end|>", "<|return|>"} <= names.keys() else ())
+    def _end_ids(self, given: Iterable[int], names: Mapping[str, int]) -> frozenset[int]:
+        """Return the ids that end an answer: the given ones, that of `eos_token`, and those with names of ends."""
+        ends = {*filter(self._is_token, given), *(token_id for text, token_id in names.items() if text in END_NAMES)}
+        if (eos := self._id_of(self._named_tokens.get("eos_token"))) is not None:
+            ends.add(eos)
+        if (end := names.get("<|end|>")) is not None:  # it ends an answer of Phi, but only a message of gpt-oss
+            (ends.discard if "<|return|>" in names else ends.add)(end)
+        return frozenset(ends)

@@ -83,10 +83,7 @@ def _schema_of(hint: Any, where: str) -> Schema:
         return {"type": "array"}
     if hint in (dict, Mapping):
         return {"type": "object"}
-    return _generic(hint, typing.get_origin(hint), typing.get_args(hint), where)
-
-
-def _generic(hint: Any, origin: Any, inner: tuple[Any, ...], where: str) -> Schema:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         texts = [each for each in inner[1:] if isinstance(each, str)]
         return _schema_of(inner[0], where) | ({"description": texts[0]} if texts else {})

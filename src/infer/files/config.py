@@ -112,7 +112,7 @@ def _encoder(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
 
 
 def _flags(values: GGUFValues, endings: Mapping[str, str | tuple[str, ...]]) -> dict[str, bool]:
-    """Return the settings that are true if a file has a tensor whose name ends like this."""
+    """Return each setting of `endings`: True if the file has a tensor whose name ends with the setting's ending."""
     names = names_from_gguf(values.file.tensors)
     return {flag: any(name.endswith(ending) for name in names) for flag, ending in endings.items()}
 
@@ -129,7 +129,7 @@ def _read(keys: Iterable[Key], values: GGUFValues, form: GGUFForm, *, has_expert
 
 
 def _sizes(values: GGUFValues, form: GGUFForm) -> dict[str, Any]:
-    """Return the sizes whose keys have rules of their own."""
+    """Return the settings that follow from several keys or from tensors, which `KEYS` cannot describe."""
     heads, kv_heads, size = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
     num_heads = values.count(heads, may_differ=heads in form.differing)
     head_dim = values.count("attention.key_length", default=max(1, values.count("embedding_length") // num_heads))

@@ -20,7 +20,7 @@ _FULL_ROWS = 2  # of the draft model's cache, in pages: most rows have only the 
 
 
 class DraftPlan(NamedTuple):
-    """A draft model, or the model's own head: what is loaded, its settings, and the pages of its cache."""
+    """The plan of a draft model, or of the model's own head: its files, its settings, and the pages of its cache."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -29,7 +29,7 @@ class DraftPlan(NamedTuple):
     is_head: bool = False  # it has the embedding and the projection to logits of its model
 
     def num_bytes(self, load: LoadSettings) -> int:
-        """Return the memory that it needs beside its model: weights, buffers of steps, and cache."""
+        """Return the memory that drafting needs beside the model: weights, buffers of steps, and cache."""
         headers = self.architecture, self.checkpoint.tensors, replace(load, precision=self.settings.precision)
         num_tokens = self.settings.max_seq_len or self.architecture.own_length
         budget = MemoryBudget.of(*headers, CacheSettings(), num_tokens=num_tokens, pool_pages=self.pool_pages)
@@ -97,6 +97,6 @@ def head_of(own: Checkpoint, network: Architecture) -> tuple[Architecture, dict[
 
 
 def plan_draft_bytes(settings: ModelSettings, own: Checkpoint, num_tokens: int, load: LoadSettings) -> int:
-    """Return the bytes of what drafts for a model with these settings, or 0 if nothing does. Raises as `plan_draft`."""
+    """Return the bytes of the draft model or head of these settings, or 0 without one. Raises as `plan_draft`."""
     plan = plan_draft(settings, own, num_tokens)
     return 0 if plan is None else plan.num_bytes(load)

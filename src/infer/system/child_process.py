@@ -50,7 +50,7 @@ class ChildError(Exception):
 
 @final
 class Child:
-    """A process that several threads may ask, one at a time.
+    """A child process that answers questions of several threads, one at a time.
 
     A fork of this process starts its own child. In the fork, the pipes of the first child are closed, and a lock that
     another thread held is replaced.
@@ -254,7 +254,10 @@ def asking_tenant() -> str:
 
 @final
 class Lane:
-    """Processes that any thread may ask. They start when needed, or at `start`; a fork of this process has its own."""
+    """A few child processes that answer questions of any thread.
+
+    They start when needed, or at `start`. A fork of this process starts its own.
+    """
 
     def __init__(self, program: Path, *arguments: str) -> None:
         self._free = [Child(program, *arguments) for _ in range(MOST_PROCESSES)]
@@ -284,7 +287,7 @@ class Lane:
                     changed.notify_all()
 
     def _may_ask(self, tenant: str) -> bool:
-        """Return True if a process is free, and another one remains free if a named tenant already asks."""
+        """Return True if a process is free. For a named tenant with a running question, two must be free."""
         return len(self._free) > bool(tenant and tenant in self._asking)
 
     def _forget(self) -> None:
@@ -308,7 +311,7 @@ def processor_seconds() -> float:
 
 
 def watch_limits() -> None:
-    """Install the signal handler that `limited` needs."""
+    """Install the handler of SIGPROF with which `limited` stops a block. For a process's main thread."""
     signal.signal(signal.SIGPROF, _late)
 
 

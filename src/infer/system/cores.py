@@ -219,19 +219,19 @@ def cpus_of_rank(rank: int, num_ranks: int, num_threads: int, allowed: Set[int],
 
 
 def node_of_thread(thread: int, num_threads: int) -> Set[int] | None:
-    """Return the processors of a thread's node, of those that the calling thread may use. None if there is one node."""
+    """Return the processors of a thread's NUMA node that the calling thread may use. None if there is one node."""
     allowed = _affinity()
     return None if allowed is None else cpus_of_thread(thread, num_threads, allowed)
 
 
 def keep_on_node(thread: int, num_threads: int) -> None:
-    """Pin the calling thread to the processors of its node, if there are several nodes."""
+    """Pin the calling thread to the processors of its NUMA node, if there are several nodes."""
     _keep_on(node_of_thread(thread, num_threads))
 
 
 @contextmanager
 def visit(cpus: Set[int]) -> Iterator[None]:
-    """Pin the calling thread to those of the processors that it may use. Afterwards it runs wherever it did before."""
+    """Pin the calling thread to those of `cpus` that it may use. Restore its earlier pinning afterwards."""
     allowed = _affinity() or set()
     _keep_on(allowed & cpus or None)
     try:

@@ -86,7 +86,7 @@ class PageMemory:
         return sum(memory.nbytes for memory in self._memories)
 
     def set_rope(self, row: int, index: int) -> None:
-        """Choose which of the model's two sets of rope factors the row uses, and publish the choice immediately."""
+        """Choose the row's rope, 0 for short sequences or 1 for long ones, and publish it to the kernels."""
         if self.rope_sets[row] != index:
             self.rope_sets[row] = index
             with self._backend.threads():

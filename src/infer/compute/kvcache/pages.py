@@ -82,7 +82,7 @@ class PagePool:
         return self._page_by_key.get(key)
 
     def num_unheld(self, keys: Iterable[bytes]) -> int:
-        """Return for how many of these keys there is no held page."""
+        """Return the number of keys without a held page."""
         pages = [self._page_by_key.get(key) for key in keys]
         return sum(page is None or page in self._cached for page in pages)
 

@@ -93,7 +93,7 @@ class PrefixStore:
         return content
 
     def _read(self, path: Path, name: PageName, num_bytes: int) -> tuple[memoryview | None, str]:
-        """Return a stored page, or None, and what is wrong with the file, or ""."""
+        """Return a stored page, or None, and the problem of the file, or ""."""
         stored = read_own(path, _DIGEST_BYTES + num_bytes + 1)
         if stored is None and not path.exists():
             return None, ""

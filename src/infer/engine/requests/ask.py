@@ -13,7 +13,7 @@ from infer.text.grammar.grammar import grammar_of
 @final
 @dataclass(frozen=True)
 class Ask:
-    """Prompts, and how to answer them, as a call or the body of an HTTP request asks it.
+    """Prompts, and how to answer them, as a caller or the body of an HTTP request asked.
 
     Each prompt has one answer for each of `params`. Without these it has one answer, by `given` and by `sampling`,
     keywords that change the model's defaults. With `has_variables`, other keywords are variables of the chat template.
@@ -50,6 +50,9 @@ class Ask:
         *,
         has_variables: bool = False,
     ) -> Self:
-        """Return the ask of a call whose keywords may also be options. Raises InvalidRequestError for an option."""
+        """Return the ask of a call with one prompt. `keywords` may have options and sampling parameters.
+
+        Options among the keywords replace those of `options`. Raises InvalidRequestError for a wrong option.
+        """
         options, sampling = split_options(options, keywords)
         return cls([prompt], (), options, params, sampling, has_variables=has_variables)

@@ -115,10 +115,10 @@ class RequestMaker:
         on_error: OnError | None = None,
         check: Check = lambda: None,
     ) -> Iterator[tuple[int, Request]]:
-        """Yield the request of each prompt with its number, which `ask` asks for them all.
+        """Yield the number and the request of each prompt. `ask` has what all prompts share.
 
-        A refusal names the number and ends all, unless there is an `on_error` to call. A mapping of parameters may
-        contain options.
+        A prompt that is refused ends the iteration with an error that names its number. With `on_error`, that is
+        called instead, and the next prompt follows. A mapping of parameters may contain options.
         """
         for index, (prompt, given) in enumerate(prompts):
             try:
@@ -160,7 +160,10 @@ class RequestMaker:
     # Stages
 
     def _settled(self, ask: Ask) -> Ask:
-        """Return the ask with its template's variables apart. Raises InvalidRequestError for other keywords."""
+        """Return the ask with the variables of its template separated from its sampling keywords.
+
+        Raises InvalidRequestError for other keywords, and for drafts of a draft model that is not loaded.
+        """
         self.check_generates()
         if ask.options.speculation == "draft" and not self._has_draft_model:
             needed = "a draft model, or a head of the model's own on a CPU in one process"

@@ -33,7 +33,7 @@ _ROLES = [re.compile(f"[\"']{role}[\"']") for role in ("query", "document")]
 @final
 @dataclass(frozen=True, eq=False)
 class Embedder:
-    """How states become a vector of `size` values: as the model's `files` say, whose layers are the `head`."""
+    """The steps from a text's states to a vector of `size` values: `files` has the pooling, `head` the layers after."""
 
     size: int
     files: EmbeddingFiles = field(default_factory=partial(EmbeddingFiles, "mean"))

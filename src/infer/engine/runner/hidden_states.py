@@ -33,7 +33,7 @@ MAX_SHARED_TOKENS = 1024  # tokens with which all texts of a call begin
 
 @final
 class HiddenStates:
-    """Computes hidden states over a cache of its own, which forgets nothing. For one thread at a time."""
+    """Computes hidden states over a cache of its own, which evicts no tokens. For one thread at a time."""
 
     def __init__(self, model: Transformer, kv_type: str, *, capture: bool) -> None:
         """Make a cache. Raises InvalidRequestError if the memory does not hold one more full context."""

@@ -27,9 +27,9 @@ class _Kept:
 
 @final
 class TokenStates:
-    """The states of a row's last tokens: at least `most` of them, if so many were computed one after another.
+    """The states of each row's last tokens: at least `most`, if the row has that many neighbouring computed tokens.
 
-    A runner calls `expect` before a step, and `keep` for each chunk that it commits. The states of a recorded step lie
+    A runner calls `expect` before a step, and `keep` for each chunk that it commits. The states of a recorded step are
     in a buffer that the next step overwrites.
     """
 

@@ -395,7 +395,7 @@ class Session:
             self._caller = caller
 
     def _settle(self) -> None:
-        """Wait for the end of an answer whose stream was dropped, or that an exception ended."""
+        """Wait for the end of the last answer, if its stream was dropped or an exception ended its reader."""
         if self._last is not None and self._last.is_closed:
             self._last.close()
 

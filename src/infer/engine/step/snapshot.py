@@ -26,7 +26,7 @@ class SequenceState:
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Self:
-        """Return the state of a sequence, whose attributes have the names of the other fields."""
+        """Return the state of a sequence. Except `slot` and `seconds`, fields are attributes of the sequence."""
         own = {"slot": sequence.slot if sequence.has_slot else None, "seconds": now - sequence.submitted_at}
         return cls(**own | {each.name: getattr(sequence, each.name) for each in fields(cls) if each.name not in own})
 

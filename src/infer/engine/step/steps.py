@@ -79,7 +79,10 @@ class Steps:
     # Plans
 
     def take_turns(self, wanting: list[Sequence], resting_tenants: Collection[str] = ()) -> list[Sequence]:
-        """Return the sequences that take part in the next step. Those of some tenants rest if there are others."""
+        """Return the sequences that take part in the next step.
+
+        The sequences of `resting_tenants` take part only if no other tenant has sequences.
+        """
         if resting_tenants:
             wanting = [each for each in wanting if each.tenant not in resting_tenants] or wanting
         self._resting = []
@@ -275,7 +278,7 @@ class Steps:
 
 
 def _counts(work: Work) -> bool:
-    """Return False if the sequence ended or lost its slot after the launch: results of the step for it are dropped."""
+    """Return True if the step's results count. False if the sequence ended or lost its slot after the launch."""
     sequence, chunk = work
     return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)
 

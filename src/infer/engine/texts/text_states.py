@@ -167,7 +167,7 @@ def read_texts(
     name: str = "text",
     num_texts: int | None = None,
 ) -> TextIds:
-    """Return what the model reads for each text. `check` is called before each, and may raise.
+    """Return the ids that the model reads for each text. `check` is called before each text, and may raise.
 
     Raises the errors of `read` and of `check_prompt` with the number of the text, unless another argument is too
     long, which the error names as `param`. `name` is the word for a text there. Texts after the first `num_texts` are

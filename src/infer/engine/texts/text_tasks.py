@@ -36,7 +36,7 @@ _Other = TypeVar("_Other")
 @final
 @dataclass(frozen=True)
 class TextTask(Generic[Result]):
-    """A call about texts: what the model reads, what the loop's thread computes, and what is made of it.
+    """A call about texts, in three parts: preparing ids, computing values on the loop's thread, and making the result.
 
     `prepare` returns the ids of each text. Any thread may call it. It calls `check`, which may raise, before each text,
     and raises InvalidRequestError for a text that cannot be read. `work` computes one value per text, step by step, and
@@ -50,7 +50,7 @@ class TextTask(Generic[Result]):
     group: object = None
 
     def then(self, change: Callable[[Result], _Other]) -> "TextTask[_Other]":
-        """Return a task whose result is `change` of the result."""
+        """Return a task whose result is `change(result)`."""
         return TextTask(self.host, self.prepare, self.work, lambda values: change(self.finish(values)), self.group)
 
     def run(self) -> Result:

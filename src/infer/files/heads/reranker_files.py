@@ -41,10 +41,11 @@ Row = int | str  # the row's number, or the text of its token
 @final
 @dataclass(frozen=True)
 class RerankerFiles:
-    """The rows `yes` and `no` of a tensor. `has_usual_prompt` is True for models that read Qwen3-Reranker's prompt.
+    """A reranker: its score comes from the rows `yes` and `no` of `tensor`.
 
-    If `tensor` is None, the model's classifier computes the score. `prompt` is the prompt of a GGUF file, with
-    `{query}` and `{document}`. `reads_pairs` is True for encoders.
+    If `tensor` is None, the model's classifier computes the score. `has_usual_prompt` is True for models that read
+    Qwen3-Reranker's prompt. `prompt` is the prompt of a GGUF file, with `{query}` and `{document}`. `reads_pairs` is
+    True for encoders.
     """
 
     tensor: TensorInfo | None

@@ -149,7 +149,10 @@ def installed_models() -> Iterator[tuple[str, list[Path], Path]]:
 
 
 def _places(name: str, model: InstalledModel) -> tuple[list[Path], Path]:
-    """Return the files of a model's packages, and the whole file: the only one of them, or one in the cache folder."""
+    """Return the files of a model's packages, and the path of the whole file.
+
+    A single part is the whole file. Several parts are joined to a file in the cache folder.
+    """
     parts = [_packaged(name, model, package, inner) for package, inner in model.parts]
     if len(parts) == 1:
         return parts, parts[0]

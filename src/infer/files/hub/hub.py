@@ -163,7 +163,7 @@ def _matching(variant: str, models: list[list[str]]) -> list[list[str]]:
 
 
 def _listed(name: HubName, models: list[list[str]], files: Collection[str]) -> str:
-    """Return a description of the existing files, and how to name one of them."""
+    """Return the end of an error message: the models that a repository has, and what to do instead."""
     if models:
         shown = ", ".join(parts[0] for parts in models[:_MAX_LISTED])
         more = f" and {len(models) - _MAX_LISTED} more" if len(models) > _MAX_LISTED else ""

@@ -218,7 +218,10 @@ class _Matrix:
         return PackedParts("mlx", bits, num_rows, num_columns, group_size or num_columns, 1, codes, scales, biases)
 
     def _grid(self, scales: TensorInfo, num_rows: int, num_columns: int, bits: int) -> tuple[int, int]:
-        """Return the rows and columns that share a scale. `bits` of integers, whose groups the config has; 0: FP8."""
+        """Return the number of rows and of columns that share a scale.
+
+        For integers of `bits` bits the config has the size of a group. If `bits` is 0, the matrix is FP8.
+        """
         shape, block = scales.shape, self.quantisation.block
         if prod(shape) == 1:
             return num_rows, num_columns

@@ -43,7 +43,7 @@ class PackedParts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorInfo:
-    """Location of a tensor, with the file's name and type of it, and the changes that must be undone."""
+    """Location of a tensor in a file, its name and type there, and the changes of the format that must be undone."""
 
     file: OpenFile = field(repr=False)
     name: str

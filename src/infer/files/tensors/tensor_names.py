@@ -23,7 +23,7 @@ from infer.files.tensors.tensor_info import TensorInfo
 
 
 def _compiled(*parts: tuple[str, str]) -> list[tuple[re.Pattern[str], str]]:
-    """Return patterns of names, each with what replaces it."""
+    """Return compiled patterns of names, each with its replacement."""
     return [(re.compile(pattern), ours) for pattern, ours in parts]
 
 

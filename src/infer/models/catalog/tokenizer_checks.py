@@ -60,7 +60,10 @@ class StatedTokens:
 
 
 def stated_tokens(checkpoint: Checkpoint) -> StatedTokens:
-    """Return what the files state. Raises ModelError if a file of the tokenizer cannot be read."""
+    """Return the tokens and special ids that the files state.
+
+    Raises ModelError if a file of the tokenizer cannot be read.
+    """
     return _stated_by_gguf(checkpoint.metadata) if checkpoint.metadata else _stated_by_folder(checkpoint)
 
 

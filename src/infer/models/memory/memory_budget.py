@@ -123,7 +123,7 @@ class MemoryBudget:
 
     @cached_property
     def buffers(self) -> tuple[int, int]:
-        """Buffers that grow with the tokens of a step, and what steps need beside them."""
+        """Bytes of the buffers that grow with the tokens of a step, and of all other buffers of steps."""
         network, load = self.architecture, self.load
         if self.types is None and not self._rules.IS_TAKEN_AT_ONCE:  # buffers take memory when they are first written
             return 0, 4 * network.vocab_size * self._num_full
@@ -195,7 +195,7 @@ class MemoryBudget:
 
     @property
     def _num_full(self) -> int:
-        """The number of rows whose history and logits are counted. After loading, as many as fill the pages."""
+        """The number of rows whose history and logits are counted: after loading, of full rows that fit the pages."""
         if self.architecture.reads_whole_texts:
             return 0
         if self.types is None and self.pool_pages is not None:

@@ -41,7 +41,7 @@ class OpenCLBackend(TorchBackend):
         return self._operations
 
     def kernel_kind(self, outline: ModelOutline) -> str:
-        """Return a name of its own: tests compare the bits with the CPU's on two runtimes, not on every device."""
+        """Return "opencl", not the CPU's kind, because equal bits are tested only on two runtimes."""
         return "opencl"
 
     def description(self) -> str:

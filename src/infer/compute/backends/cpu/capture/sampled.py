@@ -41,13 +41,13 @@ from infer.outputs import TokenLogprob
 
 @final
 class Logprobs:
-    """One record per row of each step, or of each entry. Memory is allocated once a row asks for it."""
+    """Log-probabilities of sampled tokens, one record per row and step. The first row that requests them allocates."""
 
     def __init__(self, arguments: SampleArguments) -> None:
         self._arguments, self._records = arguments, np.zeros(0, LOGPROB)
 
     def begin(self, columns: SamplingColumns, num_steps: int) -> None:
-        """Make room for a run of up to `num_steps` steps, in which a row asks for log-probabilities."""
+        """Allocate records for up to `num_steps` steps in which a row requests log-probabilities."""
         if (count := num_steps * len(columns)) > len(self._records):
             self._records = np.zeros(count, LOGPROB)
         self._arguments.set(logprobs=self._records.ctypes.data)
@@ -168,7 +168,7 @@ class StepCallback:
 
 @final
 class Verifier:
-    """A step that samples some of its rows, and continues sampling a row as long as its drafts are right."""
+    """A step that samples some of its rows. It samples a row again as long as the row's drafts are right."""
 
     def __init__(self, forward: DispatchTable, logits: Tensor) -> None:
         self._arguments = SampleArguments(logits, positions=0, position_offset=0)

@@ -51,7 +51,7 @@ def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) 
 
 
 def missing(needed: Iterable[Kernel]) -> list[Kernel]:
-    """Return the kernels that are neither loaded nor stored, each once: layers need the same ones."""
+    """Return the kernels that are neither loaded nor stored, without the repetitions in `needed`."""
     new = (kernel for kernel in dict.fromkeys(needed) if kernel not in _address_by_kernel)
     stores = kernel_cache, shipped_kernels
     return [kernel for kernel in new if not any(store.is_kept(kernel.file_name) for store in stores)]
@@ -92,7 +92,7 @@ def _begun(kernels: Sequence[Kernel]) -> Iterator[None]:
 
 
 def _try_take(kernel: Kernel) -> int | None:
-    """Take the kernel from an active compilation, and return its address; None if none has it."""
+    """Load the kernel from an active compilation, and return its address. None if no compilation includes it."""
     for compilation in reversed(_under_way):
         answer = compilation.take(kernel.file_name)
         if answer is not None:

@@ -38,7 +38,7 @@ def weigh_shared(x: Tensor, norm: Norm | None, gate: Projection) -> Tensor:
 
 
 def route(run: Run, x: Tensor, norm: Norm | None, experts: ExpertWeights) -> Arguments:
-    """Append what chooses the experts, and return the record that says where it leaves each expert's tokens."""
+    """Append the commands that choose experts. Return the record with the addresses of each expert's tokens."""
     router = experts.router
     count, num_slots = router.num_experts, run.capacity * router.num_chosen
     scores = run.tensor("expert scores", run.capacity, count)
@@ -74,7 +74,10 @@ def expert_inputs(
 
 
 def waves(run: Run, experts: ExpertWeights, routing: Arguments) -> Iterator[Arguments]:
-    """Yield the tables of some of the step's experts at a time, after appending what reads these experts."""
+    """Divide the step's experts into waves that fit the frames, and yield the tables of each wave.
+
+    Before each yield, the commands are appended that read the wave's experts from the file.
+    """
     own = experts.frames
     if not isinstance(own, LayerFrames):
         yield routing
@@ -133,9 +136,9 @@ def gate_and_up(run: Run, inputs: Mapping[int, Tensor], experts: ExpertWeights, 
 
 
 def add_down(run: Run, hidden: Tensor | int, experts: ExpertWeights, routing: Arguments, residual: Tensor) -> None:
-    """Append what adds weight × down(hidden) of each slot to the row of its token, in this rank's columns.
+    """Append the commands that add weight × down(hidden) of each slot to its token's row, in this rank's columns.
 
-    If the experts' inputs are weighted, it adds down(hidden).
+    If the experts' inputs are weighted, the commands add down(hidden).
     """
     epilogue = _epilogue(residual, own_columns(experts.down, residual.shape[1]), experts.down.bias)
     _copy(epilogue, routing, ("tokens", "weights"))
@@ -153,7 +156,10 @@ def exchange_sums(run: Run, residual: Tensor, shares: Shares) -> None:
 
 
 def _copy_columns(run: Run, source: tuple[Tensor, int], target: tuple[Tensor, int], num_columns: int) -> None:
-    """Append what copies columns of each token. `source` and `target` are matrices with their first columns."""
+    """Append the command that copies columns of each token.
+
+    `source` and `target` are each a matrix and the first of its columns.
+    """
     arguments = Arguments(COPY_COLUMNS, source=source[0], target=target[0], num_columns=num_columns)
     arguments.set(source_stride=source[0].shape[1], target_stride=target[0].shape[1])
     for name, (_, first) in (("source", source), ("target", target)):
@@ -234,7 +240,7 @@ def _append(
 
 
 def _copy(arguments: Arguments, source: Arguments, names: tuple[str, ...]) -> None:
-    """Set fields of one record as they are in another, which is kept alive with what it points to."""
+    """Copy fields from the record of `source`, and keep `source` and the memory that it points to alive."""
     for name in names:
         arguments.record[name] = source.record[name]
     arguments.keeps.append(source)

@@ -55,7 +55,10 @@ class RecordForm:
 
 
 class PoolPlan(NamedTuple):
-    """The frames of the layers with these numbers, which have `num_experts` experts each, in records of one form."""
+    """The plan of one pool: memory for `num_frames` experts of some layers, whose records have the same form.
+
+    Each of the layers, which are given by number, has `num_experts` experts and chooses `num_chosen` per token.
+    """
 
     form: RecordForm
     num_experts: int
@@ -83,7 +86,7 @@ class PoolPlan(NamedTuple):
 
     @property
     def half_life(self) -> int:
-        """Time after which uses count half, as a power of two: that of some tokens."""
+        """log2 of the time after which a use counts half: the time of about `_HALF_LIFE_TOKENS` tokens."""
         return (_HALF_LIFE_TOKENS * len(self.layers)).bit_length()
 
 

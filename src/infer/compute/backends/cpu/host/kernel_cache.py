@@ -53,7 +53,7 @@ def write(name: str, content: bytes) -> None:
 
 
 def is_kept(name: str) -> bool:
-    """Return True if there is such a file; `read` may still refuse it."""
+    """Return True if a kernel is stored under this name. `read` may still refuse the file."""
     folder = cache_folder()
     return folder is not None and (folder / name).is_file()
 
@@ -102,7 +102,7 @@ def _found() -> tuple[Path | None, str | None]:
 
 
 def prune(newest: Path) -> None:
-    """Remove the neighbours of a folder that were not used for a month, and the oldest if there are many.
+    """Remove the folders beside `newest` that were not used for a month, and the oldest if there are many.
 
     A process that works from a removed folder keeps its loaded kernels, and compiles the others again.
     """

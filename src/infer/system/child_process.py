@@ -239,7 +239,7 @@ def _await_end(grace_seconds: float) -> None:
 
 @contextmanager
 def asking_for(tenant: str) -> Iterator[None]:
-    """Mark the questions of this thread or task within the context, and its calls of an engine, as a tenant's."""
+    """Count this thread's or task's questions and engine calls as the tenant's, within the context."""
     token = _tenant.set(tenant)
     try:
         yield

@@ -55,7 +55,7 @@ def check_limits(text: bytes | str) -> None:
 
 
 def outside_strings(text: bytes) -> bytes:
-    """Return a JSON text with only a quote of each string."""
+    """Return a JSON text in which each string is replaced by one quote."""
     return _outside_strings(_without_escapes(text))
 
 

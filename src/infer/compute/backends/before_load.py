@@ -53,7 +53,7 @@ class MemoryRules(Protocol):
     def workspace_bytes(
         self, architecture: Architecture, types: Mapping[str, str], sizes: StepSizes, num_logits: int
     ) -> tuple[int, int]:
-        """Return the bytes of buffers that grow with the tokens of a step, and of what steps need beside them.
+        """Return the bytes of the buffers that grow with the tokens of a step, and of all other buffers of steps.
 
         `num_logits` lines of logits are used. `types` are the loaded matrices' types, by name. They are not read where
         memory is taken at once.

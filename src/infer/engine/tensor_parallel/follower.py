@@ -94,7 +94,7 @@ class Follower:
             self._runner.follow(chunks, count)
 
     def leave(self) -> None:
-        """Confirm that all earlier calls are done, or were interrupted."""
+        """Tell rank 0 that all earlier calls have ended or were interrupted."""
         self._pipe.send(None)
 
     def begin_anew(self) -> None:

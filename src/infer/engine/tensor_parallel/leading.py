@@ -101,7 +101,10 @@ class LeadingCache(PagedCache):
 
 @final
 class LeadingRunner(Runner):
-    """Takes the `ranks` and the arguments of `Runner`, with which they load, too."""
+    """The runner of rank 0, which sends its calls to the other ranks.
+
+    It takes the `ranks` and the arguments of `Runner`, with which the other ranks load, too.
+    """
 
     def __init__(self, ranks: Ranks, model: Transformer, **arguments: Any) -> None:
         """Load the other ranks, then make this runner. Raises InferError if a rank cannot load."""

@@ -143,7 +143,7 @@ class MemoryBudget:
 
     @cached_property
     def pools(self) -> tuple[int, int]:
-        """Keys and values, and states. Raises InvalidRequestError if a row does not fit the pages."""
+        """Bytes of keys and values, and of states. Raises InvalidRequestError if a row does not fit the pages."""
         settings, pool_pages, step_tokens = self.settings, self.pool_pages, self.load.step.tokens
         if self.architecture.reads_whole_texts:  # two layers of one text, or of the texts of a tile
             sizes = MAX_STEP_TEXTS, max(self.num_tokens, step_tokens)
@@ -159,12 +159,12 @@ class MemoryBudget:
 
     @property
     def workspace(self) -> int:
-        """Buffers of steps and history. Each of several devices has both."""
+        """Bytes of the buffers of steps and of the history. Each of several devices has both."""
         return self.num_devices * (sum(self.buffers) + self.history)
 
     @property
     def process(self) -> int:
-        """Python with torch and the vocabulary. The asking program already uses a part of it. With CUDA it is 0."""
+        """Host memory of Python with torch and the vocabulary, a part of which the caller already uses. 0 with CUDA."""
         is_counted = self.types is not None and self.load.device != "cuda"
         return is_counted * (PROCESS_BYTES + VOCABULARY_BYTES * self.architecture.vocab_size)
 

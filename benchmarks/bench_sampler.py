@@ -33,7 +33,7 @@ from transformers.generation.logits_process import (
 from harness import compare, make_parser, print_head, write_report
 from infer import LLM, SamplingParams
 from infer.compute.backends.cpu.recording import EagerRun
-from infer.compute.backends.cpu.sampling.launch import SampleArguments, commands
+from infer.compute.backends.cpu.sampling.launch import SampleArguments, choice_commands
 from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
 from infer.compute.backends.cpu.threads.pool import thread_pool
 from infer.compute.sampling import sampler
@@ -178,7 +178,7 @@ class Recorded:
         self._arguments.bind(case.columns, case.history)
         self._run = EagerRun(len(case.columns), len(case.columns))
         self._run.state["num_tokens"] = self._run.state["num_logits"] = len(case.columns)
-        self._run.commands += commands(self._arguments)
+        self._run.commands += choice_commands(self._arguments)
         self._table = DispatchTable(self._run.commands)
 
     def seconds(self) -> float:

@@ -269,7 +269,7 @@ def test_kernels_begun_ahead_are_those_of_the_load_and_not_begun_twice(
     begun: list[set[str]], folder: Path, needed: list[Kernel]
 ) -> None:
     with compiling_ahead(str(folder), ModelSettings()):
-        assert begun == [{kernel.file_name for kernel in addresses.missing(needed)}]
+        assert begun == [{kernel.file_name for kernel in addresses.missing_kernels(needed)}]
         with addresses.compiling(needed):
             pass
     assert len(begun) == 1

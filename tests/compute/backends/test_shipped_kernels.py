@@ -61,7 +61,7 @@ def image_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bytes | None:
 
 def test_a_shipped_kernel_runs_and_is_not_missing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert image_of(package, monkeypatch) is not None
-    assert addresses.missing([KERNEL, Kernel("test_kernel_cache:make_sum", (3,))]) == [
+    assert addresses.missing_kernels([KERNEL, Kernel("test_kernel_cache:make_sum", (3,))]) == [
         Kernel("test_kernel_cache:make_sum", (3,))
     ]
     expected = int(np.arange(10)[::2].sum())

@@ -35,7 +35,7 @@ class TextOutput:
         self._detokenizer = tokenizer.make_detokenizer(prompt_ids=prompt_ids)
         self._parser: Parser | None = None
         if form is not None:
-            self._parser = make_parser(form, partial(form.call_id, request.call_salt), is_held=request.is_held)
+            self._parser = make_parser(form, partial(form.call_id, request.call_salt), is_held=request.has_user_grammar)
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         asked = room + 1 if params.max_new_tokens is None else params.max_new_tokens
         self.limit = min(asked, room)

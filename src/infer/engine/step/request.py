@@ -40,7 +40,7 @@ class Request:
     warnings: tuple[str, ...] = ()  # parts of tools and messages that were left out or changed
 
     @property
-    def is_held(self) -> bool:
+    def has_user_grammar(self) -> bool:
         """True if the text must follow a grammar of the user's."""
         return grammar_of(self.params) is not None
 

@@ -400,7 +400,7 @@ class Sequence:
             prompt_tokens=self.num_prompt_tokens,
             generated_tokens=len(self.pieces),
             seed=self.params.seed,
-            grammar_complete=None if grammar is None or not self.request.is_held else grammar.complete_at is not None,
+            grammar_complete=grammar.complete_at is not None if grammar and self.request.has_user_grammar else None,
             reused_tokens=self.num_reused,
             disk_tokens=0 if self.num_in_memory is None else max(0, self.num_reused - self.num_in_memory),
             dropped_tokens=self.num_dropped,

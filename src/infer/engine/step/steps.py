@@ -46,7 +46,7 @@ class LaunchedStep:
     @property
     def counts(self) -> bool:
         """True if any sequence still takes part."""
-        return any(_counts(work) for work in self.works)
+        return any(_is_current(work) for work in self.works)
 
     @property
     def may_be_followed(self) -> bool:
@@ -214,7 +214,7 @@ class Steps:
         """Let the cache keep the chunks of a running step, so that a step can be planned behind it."""
         launched.is_kept = True
         for index, (sequence, chunk) in enumerate(launched.works):
-            if _counts((sequence, chunk)):
+            if _is_current((sequence, chunk)):
                 self._keep(sequence, len(chunk.token_ids), (sampled_after(index),) if chunk.has_logits else ())
 
     def _keep(self, sequence: Sequence, count: int, awaited: tuple[int, ...] = ()) -> None:
@@ -226,7 +226,7 @@ class Steps:
 
     def settle(self, launched: LaunchedStep) -> None:
         """Wait for a step, and let its sequences accept their tokens."""
-        works, parts, counted = launched.works, launched.parts, list(map(_counts, launched.works))
+        works, parts, counted = launched.works, launched.parts, list(map(_is_current, launched.works))
         generated, held_up, cut = self._wait(launched)
         clock = self._clock_of(launched, generated.ends)
         num_steps = len(clock.ends) if launched.is_multi_step else 1
@@ -277,7 +277,7 @@ class Steps:
         return Clock(started, ends, ended)
 
 
-def _counts(work: Work) -> bool:
+def _is_current(work: Work) -> bool:
     """Return True if the step's results count. False if the sequence ended or lost its slot after the launch."""
     sequence, chunk = work
     return bool(running := sequence.launched) and (running[0] is chunk or running[-1] is chunk)

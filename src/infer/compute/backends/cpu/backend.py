@@ -105,7 +105,7 @@ class CpuBackend(TorchBackend):
 
     def kernel_store(self, models: Iterable[ModelOutline]) -> KernelStore:
         kernels = _needed(models)
-        labels = [kernel.label for kernel in addresses.missing(kernels)]
+        labels = [kernel.label for kernel in addresses.missing_kernels(kernels)]
         kept_in, trouble = kernel_cache.cache_folder(), kernel_cache.trouble()
         if all(shipped_kernels.is_kept(kernel.file_name) for kernel in kernels):
             kept_in = shipped_kernels.folder()

@@ -28,8 +28,8 @@ from infer.compute.backends.cpu.attention.partition import (
     first_of,
     is_for_many,
     is_split,
-    mine,
     nth_chunk,
+    queries_of_share,
     run_at,
     share_of,
     weight_of_chunk,
@@ -155,7 +155,7 @@ def _make_attend_span(kv_type: str) -> Any:
             chunk = nth_chunk(args, row, slot, number)
             weight = weight_of_chunk(args, row, span.num_tokens, slot, number)
             for kv in range(args.num_kv_heads):
-                left, right = mine(0, num_queries, weight, item, begin, stop)
+                left, right = queries_of_share(0, num_queries, weight, item, begin, stop)
                 item += weight * num_queries
                 for first in range(left, right, BUNDLE):
                     after = row, kv, chunk * CHUNK

@@ -107,7 +107,7 @@ def weight_of_queries(args, state, for_many):
 
 
 @njit
-def mine(left, right, weight, item, begin, stop):
+def queries_of_share(left, right, weight, item, begin, stop):
     """Return the queries [first, end) of [left, right) that begin in a thread's share [begin, stop) of the weights.
 
     Each query has the weight `weight`, and the weights of the first one begin at `item`.
@@ -116,15 +116,15 @@ def mine(left, right, weight, item, begin, stop):
 
 
 @njit
-def mine_of_row(state, left, right, weight, item, begin, stop):
-    """Return `mine`, rounded to tiles of 12 queries if the step has many tokens.
+def tiled_queries_of_share(state, left, right, weight, item, begin, stop):
+    """Return `queries_of_share`, rounded to tiles of 12 queries if the step has many tokens.
 
     Otherwise two threads with parts of one tile would both read its keys.
     """
     if state.num_tokens <= SPLIT_TOKENS:
-        return mine(left, right, weight, item, begin, stop)
+        return queries_of_share(left, right, weight, item, begin, stop)
     num_tiles = (right - left + _FEWEST_QUERIES - 1) // _FEWEST_QUERIES
-    first, end = mine(0, num_tiles, weight * _FEWEST_QUERIES, item, begin, stop)
+    first, end = queries_of_share(0, num_tiles, weight * _FEWEST_QUERIES, item, begin, stop)
     return left + first * _FEWEST_QUERIES, min(right, left + end * _FEWEST_QUERIES)
 
 
@@ -141,7 +141,7 @@ def share_of(args, state, token, first, end, item, begin, stop):
         row, run, slot = run_at(args, state, token + ahead, token + (end + group - 1) // group)
         of_run = min(end, (ahead + run) * group)
         weight = weight_of_query(args, row, slot - ahead, of_run)
-        some_left, some_right = mine_of_row(state, first, of_run, weight, item, begin, stop)
+        some_left, some_right = tiled_queries_of_share(state, first, of_run, weight, item, begin, stop)
         if some_left < some_right:
             left, right = min(left, some_left), some_right
         item, first = item + weight * (of_run - first), of_run

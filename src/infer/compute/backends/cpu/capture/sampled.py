@@ -236,7 +236,7 @@ def _table(
 ) -> DispatchTable:
     """Return the forward, the sampler's commands, and the commands that turn their tokens into the next repeat."""
     first = launch.command(".sampling.advance:await_mask", arguments)
-    sampler = [*launch.commands(arguments), *launch.scoring(arguments)]
+    sampler = [*launch.choice_commands(arguments), *launch.logprob_commands(arguments)]
     table = DispatchTable([first, *sampler, launch.command(last, arguments), *after], forward)
     table.fields.stop = _stop_at(arguments)
     return table

@@ -50,7 +50,7 @@ def compiled_address(maker: str, arguments: np.dtype[Any], *variant: str | int) 
         return _address_by_kernel[kernel]
 
 
-def missing(needed: Iterable[Kernel]) -> list[Kernel]:
+def missing_kernels(needed: Iterable[Kernel]) -> list[Kernel]:
     """Return the kernels that are neither loaded nor stored, without the repetitions in `needed`."""
     new = (kernel for kernel in dict.fromkeys(needed) if kernel not in _address_by_kernel)
     stores = kernel_cache, shipped_kernels
@@ -60,7 +60,7 @@ def missing(needed: Iterable[Kernel]) -> list[Kernel]:
 @contextmanager
 def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
     """Compile the missing kernels, several in parallel, while the context runs. At its end, all kernels are loaded."""
-    kernels = missing(needed)
+    kernels = missing_kernels(needed)
     announced = {name for compilation in list(_under_way) for name in compilation.file_names}
     with _begun([kernel for kernel in kernels if kernel.file_name not in announced]):
         yield
@@ -73,7 +73,7 @@ def compiling(needed: Iterable[Kernel]) -> Iterator[None]:
 @contextmanager
 def compiling_ahead(needed: Iterable[Kernel]) -> Iterator[None]:
     """Begin compiling the missing kernels, for a `compiling` within the context. At its end, the rest is cancelled."""
-    with _begun(missing(needed)):
+    with _begun(missing_kernels(needed)):
         yield
 
 

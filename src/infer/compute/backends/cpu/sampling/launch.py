@@ -141,18 +141,18 @@ def choose_tokens(
     arguments.bind(columns, history)
     arguments.set(allowed=0 if allowed is None else allowed.data_ptr())
     with scope("sample", len(columns), logit_indices=positions) as run:
-        run.commands += commands(arguments, keeps=(positions, allowed))
+        run.commands += choice_commands(arguments, keeps=(positions, allowed))
     return torch.tensor(arguments.sampled[: len(columns)], dtype=torch.int64)
 
 
-def commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
+def choice_commands(arguments: SampleArguments, keeps: object = None) -> list[Command]:
     """Return scan, narrow and choose: `sampled` then holds a token or a negative code for each of the step's logits."""
     scan, narrow = ".sampling.stage_1_edit:scan", ".sampling.stage_2_candidates:narrow"
     makers = scan, narrow, ".sampling.stage_3_filter_and_draw:choose"
     return [command(maker, arguments, keeps) for maker in makers]
 
 
-def scoring(arguments: SampleArguments) -> list[Command]:
+def logprob_commands(arguments: SampleArguments) -> list[Command]:
     """Return score and merge: `logprobs` then holds the log-probabilities that rows requested of the sampled tokens."""
     return [command(f".sampling.stage_4_logprobs:{name}", arguments) for name in ("score", "merge")]
 

@@ -6,6 +6,7 @@
     python benchmarks/bench_peers.py --models smollm2-q8_0 --infer exact ranks opencl --alone
     python benchmarks/bench_peers.py --files qwen2.5-coder-1.5b.gguf --cases decode "prefill 512"
     python benchmarks/bench_peers.py --random CONFIG.json --layers 4 8 --type Q4_K IQ2_XXS
+    python benchmarks/bench_peers.py --models smollm2-bf16 --cases "prefill 512" --threads 2     beside transformers
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
 Several builds, as NAME=PATH, run side by side, each without and with flash attention. transformers runs the weights
@@ -13,10 +14,11 @@ dequantised (`pip install accelerate gguf`). Ratios are to the first side: the f
 of infer. INFER_ISA chooses our instruction set: give the peer a build of the same one (and torch ATEN_CPU_CAPABILITY,
 ONEDNN_MAX_CPU_ISA).
 
-Files that packages do not ship are requantised by llama.cpp, once, into a cache folder. `--random` makes files of a few
-layers of a model that is too large for this machine, in --type with random weights, from its config in Hugging Face's
-form. With two numbers of layers it prints the milliseconds that one layer adds to a token. `infer bench` prints the
-share of the memory's speed that decoding reaches.
+Files that packages do not ship are requantised by llama.cpp, once, into a cache folder. `smollm2-bf16` is a folder of
+SmolLM2's shape with random weights, which llama.cpp does not read. `--random` makes files of a few layers of a model
+that is too large for this machine, in --type with random weights, from its config in Hugging Face's form. With two
+numbers of layers it prints the milliseconds that one layer adds to a token. `infer bench` prints the share of the
+memory's speed that decoding reaches.
 """
 
 import argparse
@@ -47,12 +49,18 @@ from harness import (
 )
 from infer.errors import InvalidRequestError
 from infer.files import resolve
-from random_weights import write_gguf
+from random_weights import write_folder, write_gguf
 
 WORKER = str(Path(__file__).with_name("peer_worker.py"))
 MODELS = (  # the most frequent types first
     "smollm2-q4_k_m", "smollm2-q4_0", "smollm2-q8_0", "gemma3-270m-q4_k_m", "smollm2-q4_1", "smollm2-f16",
+    "smollm2-bf16",
 )  # fmt: skip
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 SHIPPED = {"smollm2-q4_1": "smollm2", "gemma3-270m-q4_k_m": "gemma3-270m"}
 TORCH_ALONE = "import resource, torch; print(); pages = int(open('/proc/self/statm').read().split()[1]); "
 TORCH_ALONE += "print(pages * resource.getpagesize())"
@@ -131,6 +139,11 @@ def find_model(name: str, peers: list[tuple[str, ...]]) -> Path:
     if name in SHIPPED:
         return resolve(SHIPPED[name])
     path, unfinished = cached(name)
+    if name == "smollm2-bf16":
+        path = path.with_suffix("")
+        if not path.exists():
+            write_folder(unfinished, SMOLLM2)
+            unfinished.rename(path)
     if not path.exists():
         if not peers:
             raise WorkerError("it needs llama-cpp-python (--llama-python)")

@@ -120,7 +120,7 @@ class InferEngine(Engine):
 
 
 class TransformersEngine(Engine):
-    """The dequantised weights in torch."""
+    """The weights of a folder, or the dequantised weights of a GGUF file, in torch."""
 
     def __init__(self, path: str, threads: int, context: int, *, dtype: str) -> None:
         import torch
@@ -128,8 +128,9 @@ class TransformersEngine(Engine):
 
         torch.set_num_threads(threads)
         self._torch, file = torch, Path(path)
+        folder, options = (file, {}) if file.is_dir() else (file.parent, {"gguf_file": file.name})
         self._model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            str(folder), dtype=getattr(torch, dtype), attn_implementation="sdpa", **options
         )
 
     def measure(self, prompt: list[int], new_tokens: int) -> dict[str, float]:

@@ -82,6 +82,28 @@ def random_layers(
     }
 
 
+def _meaningless_tokens(vocab_size: int) -> list[str]:
+    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]  # GPT-2's for 256 bytes
+    return [*letters, "to", *(f"token{index}" for index in range(len(letters) + 1, vocab_size))]
+
+
+def write_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Write a model of this config with the random weights that `transformers` draws, in BF16, and a tokenizer."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokens = _meaningless_tokens(config["vocab_size"])
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, [("t", "o")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, vocab_size: int = 32_768) -> None:
     """Write a model's first layers with random weights, and a tokenizer of meaningless tokens.
 
@@ -129,8 +151,7 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
         writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]  # GPT-2's for 256 bytes
-    writer.add_token_list([*letters, "to", *(f"token{index}" for index in range(len(letters) + 1, vocab_size))])
+    writer.add_token_list(_meaningless_tokens(vocab_size))
     writer.add_token_merges(["t o"])
     writer.add_eos_token_id(0)
     kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]

@@ -2,19 +2,20 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from infer import LLM
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
-from random_weights import write_gguf
+from random_weights import write_folder, write_gguf
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +51,23 @@ def write_and_rebuild(folder: Path, type_: str = "Q4_K") -> Qwen3MoeForCausalLM:
 def test_random_layers_are_a_model_that_others_compute(type_: str, tmp_path: Path) -> None:
     oracle, prompt = write_and_rebuild(tmp_path, type_), list(range(1000, 1012))
     expected = oracle(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).topk(5)
-    answer = LLM(tmp_path / "model.gguf").generate(prompt, temperature=0, max_new_tokens=1, logprobs=5)
+    check_first_token(tmp_path / "model.gguf", prompt, expected)
+
+
+def check_first_token(path: Path, prompt: list[int], expected: Any) -> None:
+    answer = LLM(path).generate(prompt, temperature=0, max_new_tokens=1, logprobs=5)
     assert answer.logprobs is not None
     top = answer.logprobs[0].top
     assert [token for token, _ in top] == expected.indices.tolist()
     np.testing.assert_allclose([logprob for _, logprob in top], expected.values.tolist(), rtol=1e-3, atol=1e-2)
+
+
+@torch.inference_mode()
+def test_a_random_folder_is_a_model_in_bf16_that_others_compute(tmp_path: Path) -> None:
+    config = {name: value for name, value in CONFIG.items() if "expert" not in name and name != "norm_topk_prob"}
+    write_folder(tmp_path, config | {"model_type": "qwen3", "num_hidden_layers": 2, "vocab_size": 2048})
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert oracle.dtype == torch.bfloat16
+    expected = oracle.float()(torch.tensor([[1, 5, 9, 700]])).logits[0, -1].log_softmax(-1).topk(5)
+    check_first_token(tmp_path, [1, 5, 9, 700], expected)
+    assert LLM(tmp_path).tokenizer.encode("to") == [256]

@@ -3,10 +3,12 @@
     python benchmarks/bench_encoders.py                         bge-small's shape, random weights
     python benchmarks/bench_encoders.py --llama-python PATH     with llama.cpp, in an environment of llama-cpp-python
     python benchmarks/bench_encoders.py --hidden 768 --heads 12 --rounds 7
+    python benchmarks/bench_encoders.py --folders PATH          published weights, beside sentence-transformers
 
-Tokens per second, medians over rounds. `transformers` gets the texts of a case as one batch without padding. It is what
-sentence-transformers runs. Pooling is left out: it takes less than a hundredth of the time. llama.cpp pools, and gets
-steps of at most 512 tokens, as from its server.
+Tokens per second, medians over rounds. With `--folders`, sides get English texts, which they tokenise and pool too.
+Otherwise `transformers` gets the texts of a case as one batch without padding. It is what sentence-transformers runs.
+Pooling is left out: it takes less than a hundredth of the time. llama.cpp pools, and gets steps of at most 512 tokens,
+as from its server.
 """
 
 import sys
@@ -20,6 +22,7 @@ import torch
 from transformers import AutoModel, BertConfig
 
 from harness import Worker, compare, find_llama_python, make_parser, print_head, write_report
+from infer import LLM
 from infer.compute import ops
 from infer.engine.runner.hidden_states import TextEncoder
 from infer.files import open_checkpoint
@@ -33,6 +36,13 @@ SIDES: dict[str, dict[str, Any]] = {
     "f32": {},
     "q8": {"keep_floats_as": "q8"},
     "q8 fast": {"keep_floats_as": "q8", "precision": "fast"},
+}
+PUBLISHED_CASES = {"8 texts of 180 words": (8, 180), "16 texts of 24 words": (16, 24), "1 text of 9 words": (1, 9)}
+PUBLISHED_SIDES: dict[str, dict[str, Any]] = {
+    "f32": {},
+    "bf16 fast": {"weights": "bf16", "precision": "fast"},
+    "q8": {"weights": "q8"},
+    "q8 fast": {"weights": "q8", "precision": "fast"},
 }
 LLAMA_SIDES = {"llama.cpp f32": "", "llama.cpp q8": "Q8_0"}
 WORKER = str(Path(__file__).with_name("peer_worker.py"))
@@ -78,16 +88,62 @@ def start_llama(stack: ExitStack, python: str, model: Any, folder: Path, threads
     return workers
 
 
+def measure_published(folder: Path, threads: int, rounds: int) -> dict[str, Any]:
+    """Return the rates of a published model, and each side's least cosine with the vectors of f32's peer."""
+    from sentence_transformers import SentenceTransformer
+
+    peers = {
+        f"sentence-transformers {dtype}": SentenceTransformer(
+            str(folder), device="cpu", model_kwargs={"dtype": getattr(torch, dtype)}
+        )
+        for dtype in ("float32", "bfloat16")
+    }
+    ours = {side: LLM(folder, threads=threads, **settings) for side, settings in PUBLISHED_SIDES.items()}
+    words = Path(__file__).with_name("precision_text.txt").read_text().split()
+    texts = {
+        case: [" ".join(words[10 * index :][:length]) for index in range(count)]
+        for case, (count, length) in PUBLISHED_CASES.items()
+    }
+    counts = {case: sum(len(ours["f32"].tokenizer.encode(text)) for text in texts[case]) for case in texts}
+
+    def vectors(case: str, side: str) -> torch.Tensor:
+        if side in ours:
+            return ours[side].embed(texts[case])
+        return torch.from_numpy(peers[side].encode(texts[case], batch_size=len(texts[case]), show_progress_bar=False))
+
+    def rate(case: str, side: str, number: int) -> float:
+        began = time.perf_counter()
+        vectors(case, side)
+        return counts[case] / (time.perf_counter() - began)
+
+    found: dict[str, Any] = compare(texts, [*peers, *ours], rounds, rate).to_json()
+    case, (peer, *others) = next(iter(texts)), [*peers, *ours]
+    expected = vectors(case, peer)
+    cosines = {side: torch.cosine_similarity(vectors(case, side), expected).min().item() for side in others}
+    print("least cosine", {side: round(cosine, 6) for side, cosine in cosines.items()})
+    return found | {"least cosine": cosines}
+
+
 def main() -> None:
     parser = make_parser(__doc__, threads=True, rounds=9)
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--llama-python", metavar="PATH", help="with llama-cpp-python")
+    parser.add_argument("--folders", nargs="+", type=Path, help="of published encoders; needs sentence-transformers")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     ops.set_num_threads(options.threads)
+    if options.folders:
+        print_head(options, "tokens per second")
+        results = {}
+        for folder in options.folders:
+            print(f"\n{folder.name}")
+            results[folder.name] = measure_published(folder, options.threads, options.rounds)
+        options.folders = list(results)
+        write_report(options, results=results)
+        return
     config = BertConfig(
         hidden_size=options.hidden, num_attention_heads=options.heads, num_hidden_layers=options.layers,
         intermediate_size=4 * options.hidden,

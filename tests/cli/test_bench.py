@@ -19,6 +19,7 @@ from infer.cli.commands.bench_command import comparison_lines, profile_lines, sp
 from infer.compute.backends.cpu.isa import instruction_set
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.mixers import GatedDeltaNet
+from infer.engine.runner.runner import Runner
 from infer.models.families import make_architecture
 from infer.system.status_line import bar
 from tiny import Tiny, make_tiny
@@ -220,6 +221,23 @@ def test_a_profile_has_every_operation_and_layer_and_both_add_up_to_the_same_tim
         kinds = {operation.kind for operation in found.operations if operation.seconds > 0}
         assert kinds == {"embed", "qkv", "attend", "output", "gate_up", "down", "head", "norm"}
         assert [name for name, _ in found.layers] == ["embed", "L0", "L1", "head"]
+
+
+def test_a_profile_has_keys_and_values_of_the_requested_type(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = list[Runner]()
+
+    def make_runner(*args: Any) -> Runner:
+        runners.append(Runner(*args))
+        return runners[-1]
+
+    monkeypatch.setattr("infer.cli.bench.profile.Runner", make_runner)
+    llm = LLM(folder, kv_type="f32")
+    _, decode = profile(llm, WORKLOAD, read_bytes=READ_BYTES)
+    [runner] = runners
+    assert runner.cache.kind == "paged f32"
+    expected = sum(weight_bytes_by_kind(llm.model).values()) + kv_bytes(llm.model, 12, "f32")
+    assert sum(operation.num_bytes for operation in decode.operations) == expected
+    assert measure(llm, WORKLOAD, read_bytes=0).kv_bytes == kv_bytes(llm.model, WORKLOAD.depth + 3, "f32")
 
 
 def test_a_prefills_times_and_multiplications_are_a_tokens(llm: LLM) -> None:

@@ -15,7 +15,14 @@ from typing import Any, final
 import torch
 
 from infer.cli.bench.memory_probe import MemoryProbe
-from infer.cli.bench.speed import Workload, make_prompt, projections_by_kind, token_bytes, weight_bytes_by_kind
+from infer.cli.bench.speed import (
+    Workload,
+    make_prompt,
+    measured_model,
+    projections_by_kind,
+    token_bytes,
+    weight_bytes_by_kind,
+)
 from infer.compute.kvcache.groups import read_bytes
 from infer.compute.operands.architecture import Architecture
 from infer.compute.operands.limits import STATE_TOKENS
@@ -85,7 +92,7 @@ def profile(
     Bandwidth is measured as in `measure`. Raises InvalidRequestError for a device whose steps are not recorded as a
     table.
     """
-    model, num_parts = llm.model, PREFILL_STEPS + DECODE_STEPS
+    model, num_parts = measured_model(llm), PREFILL_STEPS + DECODE_STEPS
     prompt = make_prompt(model, max(workload.prompt_tokens, workload.depth), seed=0)
     prefill_steps, decode_steps = list[_Cycles](), list[_Cycles]()
     with (

@@ -128,7 +128,7 @@ def measure(
     peak = peak_resident_bytes()  # before the buffers for measuring bandwidth
     on_progress(1, num_parts)
     threads, weights = backend.num_threads(), sum(weight_bytes_by_kind(llm.model).values())
-    cached = kv_bytes(llm.model, workload.depth + workload.new_tokens // 2)
+    cached = kv_bytes(measured_model(llm), workload.depth + workload.new_tokens // 2)
     with nullcontext() if read_bytes == 0 else MemoryProbe(threads, read_bytes or weights + cached) as memory:
         rates = [memory.read_rate() if memory else 0.0]
         for repeat in range(1, num_parts):
@@ -215,6 +215,12 @@ def weight_bytes_by_kind(model: Transformer) -> dict[str, int]:
 
 def _bytes_per_token(projection: Projection) -> int:
     return int(projection.used_share * sum(part.num_bytes for part in projection.parts))
+
+
+def measured_model(llm: LLM) -> Transformer:
+    """Return the model, whose default type of stored keys and values is the one that was asked for."""
+    kv_type = llm.host.settings.cache.kv_type
+    return llm.model if kv_type == "auto" else replace(llm.model, kv_type=kv_type)
 
 
 def kv_bytes(model: Transformer, context: int, kv_type: str = "") -> int:

@@ -1,9 +1,12 @@
 """Experts that are read from a file: the bits of experts in memory, and files that are damaged, cut or not finished."""
 
 import errno
+import fcntl
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -291,6 +294,49 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(folder: Path, monkeypatch: p
     monkeypatch.setattr(expert_file, "_free_bytes", lambda folder: 10**9)
     with pytest.raises(ModelError, match=r"the disk has [0-9]+ MB too little \(free some of the disk"):
         open_store([own], CHOSEN)
+
+
+def test_a_file_that_is_in_use_does_not_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = open_store([make_experts("Q8_0")], CHOSEN)
+    used = folder / "a.experts"
+    data_of(folder).rename(used)
+    with monkeypatch.context() as patch:
+        patch.setattr(expert_file, "_free_bytes", lambda folder: 10**9 if used.exists() else 10**12)
+        with pytest.raises(ModelError, match="MB too little"):
+            open_store([make_experts("Q8_0")], CHOSEN)
+        assert used.exists()
+        del store, _
+        open_store([make_experts("Q8_0")], CHOSEN)
+    assert not used.exists()
+
+
+def test_a_process_says_that_it_waits_for_another_one_that_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_store([make_experts("Q8_0")], CHOSEN)
+    data_of(folder).unlink()
+    with (folder / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=open_store, args=([make_experts("Q8_0")], CHOSEN))
+        waiting.start()
+        told = ""
+        while waiting.is_alive() and "\n" not in told:
+            told += capsys.readouterr().err
+            time.sleep(0.001)
+    waiting.join()
+    assert told == f"infer: waiting for another process, which packs experts in {folder}\n"
+    assert data_of(folder).exists()
+
+
+def test_a_model_s_own_file_that_is_of_no_use_makes_room_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store([make_experts("Q8_0")], CHOSEN)
+    own, other = data_of(folder), folder / "a.experts"
+    other.write_bytes(b"of another model")
+    os.utime(other, (1000, 1000))
+    monkeypatch.setattr(expert_file, "_free_bytes", lambda folder: 10**9 if own.exists() else 10**12)
+    open_store([make_experts("Q8_0")], CHOSEN, made_of="other weights")
+    assert other.exists()
+    assert own.exists()
 
 
 def test_files_of_other_models_make_room_the_oldest_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

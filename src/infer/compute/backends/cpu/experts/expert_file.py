@@ -26,6 +26,7 @@ from infer.compute.backends.cpu.experts.pool_plan import BLOCK_BYTES
 from infer.errors import ModelError
 from infer.system.atomic import replacing
 from infer.system.open_file import OpenFile
+from infer.system.status_line import write_notice
 from infer.system.user_cache import base_folder, folder_problem, is_trusted, read_own, write_own
 
 Sums = npt.NDArray[np.int64]
@@ -72,6 +73,7 @@ class ExpertFile:
         if header != self._header(sums):
             return None
         with suppress(OSError):
+            fcntl.flock(file.descriptor, fcntl.LOCK_SH)  # as long as it is open: see `_is_unused`
             os.utime(self.path)
         _make_direct(file.descriptor, self.start)
         return file, sums.astype(np.int64)
@@ -110,7 +112,11 @@ class ExpertFile:
         """Hold the folder's lock, and remove what killed processes left: only its holder writes."""
         descriptor = os.open(self.path.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                write_notice(f"infer: waiting for another process, which packs experts in {self.path.parent}")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             for left in self.path.parent.glob(f".*{_SUFFIX}.*"):
                 left.unlink(missing_ok=True)
             yield
@@ -118,9 +124,12 @@ class ExpertFile:
             os.close(descriptor)
 
     def _make_room(self) -> None:
-        """Remove the files of other models that were not used for the longest time, as far as the disk needs it."""
-        others = [path for path in self.path.parent.glob(f"*{_SUFFIX}") if path != self.path]
-        oldest_last = sorted(others, key=lambda path: -path.stat().st_mtime)
+        """Remove files as far as the disk needs it: this model's, which is of no use, then the least recently used.
+
+        A file that is in use stays: the disk would not get its room before it is closed.
+        """
+        unused = [path for path in self.path.parent.glob(f"*{_SUFFIX}") if _is_unused(path)]
+        oldest_last = sorted(unused, key=lambda path: (path == self.path, -path.stat().st_mtime))
         while (missing := self.size + _SPARE_BYTES - _free_bytes(self.path.parent)) > 0:
             if not oldest_last:
                 raise self._unwritable(f"the disk has {missing / 1e6:,.0f} MB too little")
@@ -154,6 +163,16 @@ class ExpertFile:
     @property
     def _uses_path(self) -> Path:
         return self.path.with_suffix(".uses")
+
+
+def _is_unused(path: Path) -> bool:
+    """Return True if no process reads a file, whose readers lock it."""
+    try:
+        file = OpenFile(path)
+        fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, ModelError):
+        return False
+    return True
 
 
 def _free_bytes(folder: Path) -> int:

@@ -45,7 +45,7 @@ class FakeModel:
     can_chat = True
     architecture = SimpleNamespace(reads_whole_texts=False)
     system_fingerprint = "fp_fake"
-    host = SimpleNamespace(model=SimpleNamespace(device=SimpleNamespace(type="none")), settings=None)
+    host = SimpleNamespace(model=SimpleNamespace(device=SimpleNamespace(type="none"), experts=None), settings=None)
 
     @property
     def __class__(self) -> Any:

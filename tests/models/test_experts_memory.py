@@ -1,9 +1,13 @@
 """`experts_memory`: the tokens of a model whose experts are all in memory, its memory, and the refusals."""
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +17,14 @@ from transformers import Qwen2MoeConfig, Qwen3MoeConfig
 from byte_tokenizer import write_byte_tokenizer
 from commands import run
 from converted import convert
-from infer import LLM, InferError, InvalidRequestError, ModelError
+from infer import LLM, InferError, InvalidRequestError, ModelError, SamplingParams
+from infer.cli.chat_loop import PlainInput, converse
+from infer.cli.chat_session import ChatSession
+from infer.cli.commands.serve_command import _lines, _plan
+from infer.cli.terminal import experts_remark
 from infer.compute.backends.cpu.experts import expert_file
 from infer.compute.backends.cpu.experts.pool_plan import plan_pools
+from infer.errors import ModelFormatError
 from infer.files import open_checkpoint
 from infer.model_settings import ModelSettings
 from infer.models.catalog.header_facts import plan_served
@@ -25,6 +34,8 @@ from infer.models.from_checkpoint import load_checked
 from infer.models.memory.memory_budget import MemoryBudget
 from infer.models.memory.memory_estimate import LoadSettings
 from infer.models.tensors import expected_shapes
+from infer.serving.distributed.shelved_model import ModelSource
+from infer.serving.server_settings import ServerSettings
 from path_cases import CONFIGS, MERGES, SAMPLERS, make_folder, varied_ids
 from steps import logits_of
 from tiny import BY_NAME, Tiny, make_tiny
@@ -126,6 +137,28 @@ def test_an_expert_that_cannot_be_read_ends_answers_with_its_name_and_never_with
         assert llm.generate(varied_ids(40), max_new_tokens=12, temperature=0).token_ids == expected
 
 
+@pytest.mark.parametrize("form", ["folder", "GGUF"])
+def test_experts_packed_while_their_weights_were_written_to_are_not_kept(
+    form: str, model: Path, tmp_path: Path
+) -> None:
+    """Other bytes were there for a moment only, and the times are the old ones."""
+    path = shutil.copytree(model, tmp_path / "model") if form == "folder" else convert(model, tmp_path / "model.gguf")
+    (file,) = [path] if form == "GGUF" else path.glob("*.safetensors")
+    content, status = file.read_bytes(), file.stat()
+    settings = ModelSettings(max_seq_len=100, experts_memory=least_memory(path))
+
+    def change(layer: int, _: int) -> None:
+        if layer == 1:
+            file.write_bytes(content[: len(content) // 3] + bytes(len(content) - len(content) // 3))
+
+    with pytest.raises(ModelFormatError):
+        load_checked(open_checkpoint(path), None, settings, change)
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    expected = logits_of(load_checked(open_checkpoint(path), None, replace(settings, experts_memory=None)), IDS)
+    assert torch.equal(logits_of(load_checked(open_checkpoint(path), None, settings), IDS), expected)
+
+
 class Header(NamedTuple):
     """The part of a tensor's header that decides its memory."""
 
@@ -170,7 +203,20 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_experts_that_do_not_fit_are_read_from_a_file(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Silent(PlainInput):
+    """A person at a terminal who types nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_interactive = True
+
+    def read(self, typed: str = "") -> None:
+        return None
+
+
+def test_experts_that_do_not_fit_are_read_from_a_file(
+    large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with LLM(large, weights="q8", threads=2) as llm:
         expected = llm.generate(IDS, max_new_tokens=20, temperature=0).token_ids
     settings, load = ModelSettings(weights="q8", threads=2), LoadSettings(weights="q8", num_threads=2)
@@ -189,6 +235,13 @@ def test_experts_that_do_not_fit_are_read_from_a_file(large: Path, monkeypatch: 
         frames: Any = llm.model.layers[0].feed_forward.experts.frames  # type: ignore[union-attr]
         assert 1_500_000 < frames.pool.plan.num_bytes <= 3_000_000
         assert llm.generate(IDS, max_new_tokens=20, temperature=0).token_ids == expected
+        remark = experts_remark(frames.pool.plan.num_bytes, frames.store.path)
+        assert remark.endswith(f" MB of experts in memory, the others in {frames.store.path} (--experts-memory)")
+        assert f"experts  {remark}" in _lines(llm, ServerSettings(), "http://host")
+        monkeypatch.setattr("infer.cli.chat_loop._editor", lambda: None)
+        monkeypatch.setattr("infer.cli.chat_loop.PlainInput", Silent)
+        converse(ChatSession(llm, "large", SamplingParams()))
+        assert remark in capsys.readouterr().err.splitlines()
     plan = plan_served(str(large), settings, most_bytes=available + budget.process, share_bytes=0)
     assert plan.cache is not None
     assert plan.num_bytes <= available + budget.process
@@ -197,6 +250,27 @@ def test_experts_that_do_not_fit_are_read_from_a_file(large: Path, monkeypatch: 
     shown = run("estimate", str(large), "--weights", "q8", "--threads", "2").out
     assert "experts in 2.0 MB at most and in a file" in shown
     assert "it fits" in shown
+
+
+def test_a_served_model_has_the_memory_for_experts_that_its_plan_gives_it(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the model does not choose it again, from the memory that is free when it loads."""
+    settings = ModelSettings(weights="q8", threads=2)
+    options: Any = SimpleNamespace(settings=settings, server=ServerSettings())
+    source = ModelSource("large", str(large))
+    whole = _plan(options, 0, source, WHOLE)
+    assert "--experts-memory" not in whole.options
+    plan = _plan(options, 0, source, whole.num_bytes - 3_000_000)
+    given = {name: int(value) for name, value in zip(plan.options[::2], plan.options[1::2], strict=True)}
+    memory = given.pop("--experts-memory")
+    assert given == dict(zip(whole.options[::2], map(int, whole.options[1::2]), strict=True))
+    own = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
+    for available in (plan.num_bytes, WHOLE):
+        monkeypatch.setattr("infer.compute.backends.base.available_memory_bytes", lambda free=available: free)
+        with LLM(large, weights="q8", threads=2, experts_memory=memory, **own) as llm:
+            store: Any = llm.host.model.experts
+            assert memory - 100_000 < store.memory_bytes <= memory
 
 
 def test_memory_is_taken_for_experts_only_up_to_the_limit(model: Path) -> None:

@@ -27,7 +27,16 @@ from infer.cli.model_loading import check_options, q8_context
 from infer.cli.process_streams import Terminated, cancel_on_signal, keys_hidden, waking_on_signals
 from infer.cli.prompts import merge_params, model_defaults
 from infer.cli.streamed_text import MarkdownStyle, WordWrap
-from infer.cli.terminal import PrefillLine, TextWriter, columns_of, has_cursor, has_styles, note, q8_remark
+from infer.cli.terminal import (
+    PrefillLine,
+    TextWriter,
+    columns_of,
+    experts_remark,
+    has_cursor,
+    has_styles,
+    note,
+    q8_remark,
+)
 from infer.compute.sampling.keywords import default_params
 from infer.errors import ContextLengthError, InferError, InvalidRequestError
 from infer.outputs import GenerationResult
@@ -153,6 +162,8 @@ def converse(session: ChatSession, *, quiet: bool = False, plain: bool = False) 
         note(f"{session.name}, context {session.model.max_seq_len} tokens. /help lists commands, Ctrl-D leaves.")
         if context := q8_context(session.model):
             note(q8_remark(context))
+        if (experts := session.model.host.model.experts) is not None:
+            note(experts_remark(experts.memory_bytes, experts.path))
     while (message := typed.read("/result " * bool(session.open_calls()))) is not None:
         try:
             _turn(session, message, typed, quiet=quiet, plain=plain)

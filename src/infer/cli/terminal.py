@@ -8,6 +8,7 @@ import textwrap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Self, TextIO, final
 
 import click
@@ -144,6 +145,11 @@ def megabytes(num_bytes: int, decimals: int = 1) -> str:
 def q8_remark(context: int) -> str:
     """Return the recommendation of keys and values in q8, from this context on, with the KL of the measured models."""
     return f"--kv-type q8 decodes faster from {context:,} tokens on, with a mean KL of 0.0002 to 0.002"
+
+
+def experts_remark(memory_bytes: int, path: Path) -> str:
+    """Return the memory for a model's experts, and the file from which the others are read."""
+    return f"{megabytes(memory_bytes)} of experts in memory, the others in {path} (--experts-memory)"
 
 
 def counted(count: int, noun: str) -> str:

@@ -154,7 +154,8 @@ def _open_experts(
         return None
     form = f"{settings.weights} {settings.dtype}"
     made_of = f"{checkpoint.fingerprint()} {[file.modified_ns for file in checkpoint.files]} {form}"
-    store = backend.open_experts(outline, settings.experts_memory, f"{checkpoint.path.resolve()} {form}", made_of)
+    name, check = f"{checkpoint.path.resolve()} {form}", checkpoint.check_unchanged
+    store = backend.open_experts(outline, settings.experts_memory, name, made_of, check)
     if store is None:
         warnings.warn("experts_memory has no effect: the model has no experts", stacklevel=5)
     return store

@@ -91,6 +91,7 @@ def load_transformer(
         dtype=backend.activation_dtype(dtype),
         kv_type=backend.kv_type(dtype, type_of_keys(architecture, weights)),
         rope_border=beyond if beyond < positions else None,
+        experts=experts,
     )
 
 

@@ -40,6 +40,7 @@ class Transformer:
     kv_type: str  # default type of stored keys and values
     state_input: LoadedStateInput | None = None  # of a head that drafts for another model
     rope_border: int | None = None  # longer sequences use the second set of rope factors; None: there is only one set
+    experts: ops.ExpertStore | None = None  # None: all experts are in memory
 
     @property
     def device(self) -> torch.device:

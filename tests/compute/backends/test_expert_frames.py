@@ -73,7 +73,7 @@ def open_store(
     router = first.router
     form = RecordForm(types, HIDDEN, INNER)
     plan = PoolPlan(form, router.num_experts, router.num_chosen, tuple(range(len(layers))), num_frames)
-    store = CpuExpertStore([plan], "model", made_of, precision)
+    store = CpuExpertStore([plan], "model", made_of, precision, lambda: None)
     opened = list[ExpertWeights]()
     with store.loading():
         for index, layer in enumerate(layers):

@@ -20,7 +20,7 @@ from infer.cli.commands.server_commands import client_lines, context_remark, pag
 from infer.cli.model_loading import bytes_for_prefixes, check_loading, load_quietly, model_settings, q8_context
 from infer.cli.process_streams import cancel_on_signal
 from infer.cli.server_options import DeployOptions, ServeOptions
-from infer.cli.terminal import q8_remark
+from infer.cli.terminal import experts_remark, q8_remark
 from infer.compute.backends.before_load import step_limits
 from infer.errors import InvalidRequestError, RequestWarning
 from infer.files.hub.find import file_versions
@@ -158,8 +158,8 @@ def _lines(llm: "infer.LLM", settings: ServerSettings, url: str) -> Iterator[str
         yield f"memory   {sum(llm.host.runner.cache.pool_pages):,} pages of 64 tokens of keys and values"
         if context := q8_context(llm):
             yield f"q8       {q8_remark(context)}"
-        if (num_bytes := llm.host.settings.experts_memory) is not None:
-            yield f"experts  at most {num_bytes / 1e9:g} GB of them in memory (--experts-memory)"
+        if (experts := llm.host.model.experts) is not None:
+            yield f"experts  {experts_remark(experts.memory_bytes, experts.path)}"
         if (draft := llm.host.settings.draft_model) is not None:
             yield f"drafts   {draft}, while they save time"
         elif llm.host.has_draft_head:

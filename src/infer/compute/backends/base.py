@@ -190,7 +190,7 @@ class ExpertStore(ABC):
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which all layers are loaded. At its end, the file is complete.
 
-        Raises ModelError if the file cannot be written.
+        Raises ModelError if the file cannot be written, or if the weights changed meanwhile.
         """
 
     @abstractmethod
@@ -204,6 +204,16 @@ class ExpertStore(ABC):
     @abstractmethod
     def counts(self) -> tuple[int, int]:
         """How often a step needed an expert that was in memory, and how often one was read."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Memory for experts and their tables, in bytes."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The file with all experts."""
 
 
 class KernelStore(NamedTuple):
@@ -240,10 +250,13 @@ class Backend(ABC):
         """Raise UnsupportedModelError if the kernels do not compute a part of these layers."""
         return
 
-    def open_experts(self, outline: ModelOutline, most_bytes: int, name: str, made_of: str) -> ExpertStore | None:
+    def open_experts(
+        self, outline: ModelOutline, most_bytes: int, name: str, made_of: str, check_unchanged: Callable[[], None]
+    ) -> ExpertStore | None:
         """Return the store of a model's experts, of which at most `most_bytes` are in memory; None if it has none.
 
-        `name` names its file, and `made_of` identifies the weights and how they are converted. Raises
+        `name` names its file, and `made_of` identifies the weights and how they are converted. `check_unchanged` raises
+        ModelError if the weights were written to since then; it is called before the file gets its name. Raises
         InvalidRequestError if that is too little, or if the kernels need all experts in memory.
         """
         raise InvalidRequestError(f"experts_memory works on device='cpu', not on {self.device}: leave it out")

@@ -45,12 +45,14 @@ class CpuBackend(TorchBackend):
             if isinstance(layer.mixer, GatedDeltaNet):
                 check_net(layer.mixer)
 
-    def open_experts(self, outline: ModelOutline, most_bytes: int, name: str, made_of: str) -> ExpertStore | None:
+    def open_experts(
+        self, outline: ModelOutline, most_bytes: int, name: str, made_of: str, check_unchanged: Callable[[], None]
+    ) -> ExpertStore | None:
         plans = plan_pools(outline.architecture, outline.types, most_bytes)
         if not plans:
             return None
         store: ExpertStore = import_module("infer.compute.backends.cpu.experts.expert_store").CpuExpertStore(
-            plans, name, made_of, outline.precision
+            plans, name, made_of, outline.precision, check_unchanged
         )
         return store
 

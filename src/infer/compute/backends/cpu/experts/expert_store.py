@@ -105,9 +105,14 @@ class LayerFrames(ExpertFrames):
 
 @final
 class CpuExpertStore(ExpertStore):
-    def __init__(self, plans: Sequence[PoolPlan], name: str, made_of: str, precision: str) -> None:
-        """Make the memory. `name` names the file, and `made_of` identifies the weights and their conversion."""
-        self._planes = PLANES[precision]
+    def __init__(
+        self, plans: Sequence[PoolPlan], name: str, made_of: str, precision: str, check_unchanged: Callable[[], None]
+    ) -> None:
+        """Make the memory. `name` names the file, and `made_of` identifies the weights and their conversion.
+
+        `check_unchanged` raises ModelError if the weights are no longer those of `made_of`.
+        """
+        self._planes, self._check_unchanged = PLANES[precision], check_unchanged
         counts = [plan.num_records * plan.form.num_parts for plan in plans]
         sizes = [plan.num_records * plan.form.num_bytes for plan in plans]
         identity = repr((made_of, [plan[:-1] for plan in plans], instruction_set().inputs, _code(), PART_BYTES))
@@ -125,6 +130,7 @@ class CpuExpertStore(ExpertStore):
     def loading(self) -> Iterator[None]:
         with self._file.writing(self._sums) as self._writing:
             yield
+            self._check_unchanged()
         self._writing = None
         opened = self._file.try_open()
         if opened is None:
@@ -185,6 +191,14 @@ class CpuExpertStore(ExpertStore):
     def counts(self) -> tuple[int, int]:
         """(Number of experts that steps needed and that were in memory, number of experts that were read.)"""
         return sum(pool.fields.num_hits for pool in self._pools), sum(pool.fields.num_misses for pool in self._pools)
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(pool.plan.num_bytes for pool in self._pools)
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
 
 
 def _packed_record(pool: FramePool, sources: Sequence[Weight], number: int) -> memoryview:

@@ -1,68 +1,48 @@
-"""Speed of experts that are read from a file, beside the speed of the disk.
+"""Experts that are read from a file, beside the speed of the disk and llama.cpp's mmap, in one control group.
 
-    python benchmarks/bench_experts.py --layers 6 --part 0.33
+    python benchmarks/bench_experts.py --folder DISK --rounds 0
+    python benchmarks/bench_experts.py --folder DISK --llama-bench PATH --report
 
-Makes layers of experts with random weights of a real shape in the cache folder's disk, and gives them a part of their
-bytes as memory. Prints for each token the bytes that were missing, the rate at which they came, the disk's rate, read
-in the same way by as many threads, and the largest resident memory. The file is removed at the end.
+Makes a GGUF file of random weights of a real shape, and a control group whose memory is a part of its bytes. The first
+load packs the experts. Then the disk, infer and llama.cpp have turns, each after the page cache is dropped. For infer,
+prints the bytes of missing experts per token, the rate at which they came, and the disk's rate, read in the same way by
+as many threads. Prints the resident memory of each side's largest process. Needs Linux, and root for the group and the
+cache.
 """
 
 import argparse
+import json
 import mmap
 import os
-import resource
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from statistics import mean, median
+from typing import Any, cast
 
-import torch
+from harness import available_cores, make_parser, print_head, say, write_report
 
-from harness import make_parser, print_head, write_report
-from infer.compute import ops
-from infer.compute.backends.cpu import operations as cpu
-from infer.compute.backends.cpu.experts.expert_store import CpuExpertStore
-from infer.compute.backends.cpu.experts.pool_plan import PART_BYTES, PoolPlan, RecordForm
-from infer.compute.backends.cpu.recording import record
-from infer.compute.backends.cpu.thread_records import fields_of
-from infer.compute.backends.cpu.threads.dispatch_table import DispatchTable
-from infer.compute.backends.cpu.threads.pool import thread_pool
-from infer.compute.operands.feed_forwards import Router
-from infer.compute.operands.weights import ExpertWeights, Norm, Projection, StoredWeight
-from infer.compute.quantization.quantisers import quantise
-
-CPU = torch.device("cpu")
-
-
-def make_layers(plan: PoolPlan, store: CpuExpertStore) -> list[ExpertWeights]:
-    """Return the layers. All experts have the same bytes, which no layer of software or disk knows."""
-    form = plan.form
-    torch.manual_seed(0)
-    same = [
-        StoredWeight(type_, shape, quantise(torch.randn(shape) * shape[1] ** -0.5, type_))
-        for type_, shape in zip(form.types, form.shapes, strict=True)
-    ]
-    router, layers = Router(plan.num_experts, plan.num_chosen, "softmax", is_normalized=True), list[ExpertWeights]()
-    with store.loading():
-        for index in plan.layers:
-            loaded = store.load(index, lambda expert: same)
-            rows = StoredWeight("F32", (plan.num_experts, form.hidden), torch.randn(plan.num_experts, form.hidden))
-            logits = ops.prepare(Projection((rows,), label=f"L{index}.router"), CPU)
-            gate, up, down = (Projection((weight,), label=f"L{index}.experts") for weight in loaded[:3])
-            layers.append(ExpertWeights(router, logits, None, gate, up, down, "silu", None, frames=loaded.frames))
-    return layers
+PART_BYTES = 1 << 20  # of a direct read, as the engine reads parts
+PROMPT = [5, 6, 7]
+LIMITS = ("memory.limit_in_bytes", "memory.max")  # of control groups in versions 1 and 2
+JOIN = 'echo $$ > "$0" && exec "$@"'
 
 
 def disk_rate(path: Path, seconds: float, num_threads: int) -> float:
-    """Return the bytes per second of direct reads of parts, spread over the file."""
+    """Return the bytes per second of direct reads of parts, three together as in an expert, spread over the file."""
     descriptor, size = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size // PART_BYTES
     began, done = time.perf_counter(), [0] * num_threads
 
     def read(thread: int) -> None:
-        room, place = mmap.mmap(-1, PART_BYTES), thread
+        room, place = mmap.mmap(-1, PART_BYTES), int(began) + thread
         while time.perf_counter() - began < seconds:
-            done[thread] += os.preadv(descriptor, [room], place * 7919 % (size - 1) * PART_BYTES)
+            part = place // 3 * 7919 + place % 3
+            done[thread] += os.preadv(descriptor, [room], part % (size - 1) * PART_BYTES)
             place += num_threads
 
     threads = [threading.Thread(target=read, args=(thread,)) for thread in range(num_threads)]
@@ -75,62 +55,145 @@ def disk_rate(path: Path, seconds: float, num_threads: int) -> float:
     return sum(done) / taken
 
 
+def make_file(own: argparse.Namespace, path: Path) -> None:
+    """Write the model's file. All experts of a layer have the same bytes, which no layer of software or disk knows."""
+    from random_weights import write_gguf
+
+    shape = {"hidden_size": own.hidden, "moe_intermediate_size": own.inner, "intermediate_size": 3 * own.hidden}
+    heads = {"num_attention_heads": own.hidden // 64, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_experts": own.experts, "num_experts_per_tok": own.chosen, "norm_topk_prob": True}
+    names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False}
+    numbers = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 32_768}
+    config = {**names, **numbers, **shape, **heads, **experts, "num_hidden_layers": own.layers}
+    write_gguf(path, config, own.layers, own.type, scale=1e-5, favour=own.favour)
+
+
+def work(path: str, num_tokens: int, seed: int) -> None:
+    """Print the measures of one load and one answer of random tokens as a line of JSON."""
+    from infer import LLM
+
+    began = time.perf_counter()
+    with LLM(path, max_seq_len=512) as llm:
+        loaded, network = time.perf_counter(), cast(Any, llm.host.model)
+        store, form = network.experts, network.layers[0].feed_forward.experts.frames.pool.plan.form
+        pieces = llm.stream(PROMPT, max_new_tokens=num_tokens + 1, seed=seed, temperature=1, ignore_eos=True)
+        next(pieces)
+        first, before = time.perf_counter(), store.counts
+        list(islice(pieces, num_tokens))
+        taken = time.perf_counter() - first
+        found, missing = (now - earlier for now, earlier in zip(store.counts, before, strict=True))
+        num_bytes = missing * form.num_bytes
+        measures = {"load_seconds": loaded - began, "first_seconds": first - loaded, "found": found / (found + missing)}
+        rates = {"tokens_per_second": num_tokens / taken, "missing_bytes_per_second": num_bytes / taken}
+        sizes = {"missing_bytes_per_token": num_bytes / num_tokens, "experts_memory": store.memory_bytes}
+        print(json.dumps({**measures, **rates, **sizes, "file": str(store.path)}))
+
+
+def run_in(group: Path, *command: str, **variables: str) -> tuple[Any, int]:
+    """Run a command in the control group, after dropping the page cache.
+
+    Return its output, which is JSON, and its largest resident memory in bytes. Raises SystemExit if it fails.
+    """
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    joined = ["sh", "-c", JOIN, str(group / "cgroup.procs"), *command]
+    process = subprocess.Popen(
+        joined, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **variables}
+    )
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with status {process.returncode}: {output}")
+    return json.loads(output), 1024 * usage.ru_maxrss
+
+
+def make_group(group: Path, num_bytes: int) -> None:
+    """Make the control group, or limit the memory of an existing one. Raises SystemExit without control groups."""
+    try:
+        group.mkdir(exist_ok=True)
+        (limit,) = (group / name for name in LIMITS if (group / name).exists())
+        limit.write_text(str(num_bytes))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{group} is no control group whose memory can be limited: {error}") from error
+
+
+def measure(own: argparse.Namespace, group: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the measures of the load that packs the experts, and of each round."""
+    model = folder / f"{own.layers}-{own.favour}.gguf"
+    if not model.exists():
+        make_file(own, model)
+    size, cache = model.stat().st_size, str(folder / "cache")
+    limit = int(own.part * size)
+    make_group(group, limit)
+    print(f"{size / 1e9:.2f} GB in a file, {limit / 1e9:.2f} GB of memory for a process and its files")
+    ours = [sys.executable, __file__, "--work", str(model), str(own.tokens)]
+    load, resident = run_in(group, *ours, "0", INFER_CACHE=cache)
+    experts = Path(load.pop("file"))
+    say(f"first load: {load['load_seconds']:.0f} s, resident at most {resident / 1e9:.2f} GB")
+    theirs = f"{own.llama_bench} -m {model} -p 0 -r 2 --repack 0 -lm mmap --no-warmup -o json".split()
+    theirs += ["-n", str(own.tokens // 4), "-t", str(available_cores())]
+    for number in range(1, own.rounds + 1):
+        rates = [disk_rate(experts, 2, available_cores())]
+        ran, resident = run_in(group, *ours, str(number), INFER_CACHE=cache)
+        rates.append(disk_rate(experts, 2, available_cores()))
+        del ran["file"]
+        found = {"file_bytes": size, "limit_bytes": limit, "disk_bytes_per_second": mean(rates)}
+        found["infer"] = ran | {"resident_bytes": resident}
+        if own.llama_bench:
+            (llama,), resident = run_in(group, *theirs)
+            speed = llama["samples_ts"][-1]  # the run before it read what every token needs
+            found["llama.cpp"] = {"tokens_per_second": speed, "resident_bytes": resident}
+        show(found)
+        yield found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the measures of a round."""
+    ran, disk = found["infer"], found["disk_bytes_per_second"]
+    rate = ran["missing_bytes_per_second"]
+    print(
+        f"infer {ran['tokens_per_second']:.2f} tokens/s, {ran['missing_bytes_per_token'] / 1e6:.0f} MB missing a token "
+        f"({ran['found']:.0%} found), read at {rate / 1e6:.0f} MB/s; the disk gives {disk / 1e6:.0f} MB/s: "
+        f"{rate / disk:.2f} of it; loaded in {ran['load_seconds']:.0f} s, "
+        f"resident at most {ran['resident_bytes'] / 1e9:.2f} GB",
+        flush=True,
+    )
+    if llama := found.get("llama.cpp"):
+        ratio = ran["tokens_per_second"] / llama["tokens_per_second"]
+        print(f"llama.cpp {llama['tokens_per_second']:.2f} tokens/s: infer has {ratio:.1f} times as many", flush=True)
+
+
 def main() -> None:
     parser = make_parser(__doc__, rounds=3)
-    parser.add_argument("--layers", type=int, default=6, help="number of layers (6)")
+    parser.add_argument("--layers", type=int, default=18, help="number of layers (18)")
     parser.add_argument("--experts", type=int, default=128, help="of a layer (128)")
     parser.add_argument("--chosen", type=int, default=8, help="of a token in a layer (8)")
     parser.add_argument("--hidden", type=int, default=2048, help="values of the residual stream (2048)")
     parser.add_argument("--inner", type=int, default=768, help="values within an expert (768)")
-    parser.add_argument("--type", default="Q4_1", help="of the experts (Q4_1)")
-    parser.add_argument("--part", type=float, default=1 / 3, help="memory, as a part of the experts' bytes (a third)")
-    parser.add_argument("--tokens", type=int, default=30, help="of a round (30)")
+    parser.add_argument("--type", default="Q4_K", help="of the matrices (Q4_K)")
+    parser.add_argument(
+        "--favour", type=float, default=0.0, help="how much routers prefer some experts (0: not at all)"
+    )
+    parser.add_argument("--part", type=float, default=1 / 3, help="memory, as a part of the file's bytes (a third)")
+    parser.add_argument("--tokens", type=int, default=16, help="of a round; llama.cpp has two runs of a quarter (16)")
+    parser.add_argument("--llama-bench", help="path of llama.cpp's llama-bench, if it is to be measured")
+    parser.add_argument("--folder", type=Path, help="for the files, which stay there (a temporary one)")
+    parser.add_argument("--group", type=Path, default=Path("/sys/fs/cgroup/memory/infer-bench"), help="to be made")
     own = parser.parse_args()
     print_head(own, "experts from a file")
-    with tempfile.TemporaryDirectory(dir=os.environ.get("INFER_CACHE")) as folder:
-        thread_pool()  # its kernels are in the usual folder
-        os.environ["INFER_CACHE"] = folder
-        form = RecordForm((own.type,) * 3, own.hidden, own.inner)
-        plan = PoolPlan(form, own.experts, own.chosen, tuple(range(own.layers)))
-        plan = plan._replace(num_frames=max(own.chosen, int(plan.num_records * own.part)))
-        store = CpuExpertStore([plan], "benchmark", "random", "exact")
-        layers = make_layers(plan, store)
-        (path,) = Path(folder).glob("experts/*.experts")
-        print(f"{path.stat().st_size / 1e9:.2f} GB of experts, {plan.num_bytes / 1e9:.2f} GB of memory for them")
-        rounds = list(measure(own, store, layers, path))
-    write_report(own, rounds=rounds)
-
-
-def measure(
-    own: argparse.Namespace, store: CpuExpertStore, layers: list[ExpertWeights], path: Path
-) -> Iterator[dict[str, float]]:
-    """Yield the measures of each round, in which the disk has its turn first."""
-    norm, num_bytes = Norm(torch.ones(own.hidden), 1e-6), RecordForm((own.type,) * 3, own.hidden, own.inner).num_bytes
-    with record(1, 1) as recording:
-        x = recording.tensor("x", 1, own.hidden)
-        for layer in layers:
-            cpu.add_experts(x, norm, layer, None)
-    table, state = DispatchTable(recording.commands), fields_of(recording.state)
-    state.num_tokens = 1
-    for _ in range(own.rounds + 1):
-        rate, before = disk_rate(path, 2, thread_pool().num_threads), store.counts
-        began, reading = time.perf_counter(), 0.0
-        for _ in range(own.tokens):
-            x.normal_()
-            thread_pool().run(table, recording.state)
-            recording.check()
-            reading += state.reading / 1e9
-        taken = time.perf_counter() - began
-        hits, misses = (now - earlier for now, earlier in zip(store.counts, before, strict=True))
-        missing, resident = misses * num_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(
-            f"{own.tokens / taken:.1f} tokens/s, {reading / taken:.0%} of it reads, "
-            f"{missing / own.tokens / 1e6:.1f} MB missing a token ({hits / (hits + misses):.0%} found), "
-            f"read at {missing / taken / 1e6:.0f} MB/s; the disk gives {rate / 1e6:.0f} MB/s: "
-            f"{missing / taken / rate:.2f} of it; resident at most {1024 * resident / 1e9:.2f} GB"
-        )
-        yield {"seconds": taken, "missing_bytes": missing, "disk_bytes_per_second": rate, "resident_kb": resident}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("INFER_CACHE")) as temporary:
+        rounds = list(measure(own, own.group, own.folder or Path(temporary)))
+    if rounds:
+        shares = [each["infer"]["missing_bytes_per_second"] / each["disk_bytes_per_second"] for each in rounds]
+        print(f"median of the rounds: {median(shares):.2f} of the disk's rate")
+        del own.folder, own.group, own.llama_bench
+        write_report(own, rounds=rounds)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--work"]:
+        work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()

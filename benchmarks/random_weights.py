@@ -67,17 +67,18 @@ def make_tensor(name: str, shape: tuple[int, ...], type_: str, make: MakeWeight)
 
 
 def random_layers(
-    config: dict[str, Any], num_layers: int, type_: str, vocab_size: int
+    config: dict[str, Any], num_layers: int, type_: str, vocab_size: int, scale: float = 0.001
 ) -> tuple[Architecture, dict[str, StoredWeight]]:
     """Return the first layers of a model and their weights by name. Matrices of one shape share their random bits.
 
-    The result of a layer is small compared with the embedding, so that tokens choose different experts.
+    The result of a layer is small compared with the embedding, so that tokens choose different experts. With many
+    layers, that needs a smaller `scale`.
     """
     architecture = make_architecture(config)
     few = replace(architecture, layers=architecture.layers[:num_layers], vocab_size=vocab_size, tied_embeddings=True)
     make = functools.cache(make_weight)
     return few, {
-        name: make_tensor(name, shape, type_, functools.partial(make, scale=0.01 if "embed" in name else 0.001))
+        name: make_tensor(name, shape, type_, functools.partial(make, scale=0.01 if "embed" in name else scale))
         for name, shape in expected_shapes(few).items()
     }
 
@@ -104,10 +105,21 @@ def write_folder(folder: Path, config: dict[str, Any]) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, vocab_size: int = 32_768) -> None:
+def write_gguf(
+    path: Path,
+    config: dict[str, Any],
+    num_layers: int,
+    type_: str,
+    vocab_size: int = 32_768,
+    *,
+    scale: float = 0.001,
+    favour: float = 0.0,
+) -> None:
     """Write a model's first layers with random weights, and a tokenizer of meaningless tokens.
 
-    Scaled rotations are left out.
+    Scaled rotations are left out. `scale` belongs to all but the embedding: with a small one, all tokens are about
+    equally likely. With a `favour` above 0, each router chooses some experts more often: it is the standard deviation
+    of the logarithms of the experts' scores.
     """
     import gguf
     import numpy as np
@@ -158,19 +170,22 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     in_file = (gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind])
     endings = (".weight", ".bias", ".scale", "")
     every = [f"{name.format(bid=at)}{end}" for name in in_file for at in range(num_layers) for end in endings]
-    few, weights = random_layers(config, num_layers, type_, vocab_size)
+    few, weights = random_layers(config, num_layers, type_, vocab_size, scale)
+    if favour:
+        _favour_experts(weights, favour)
     attention = [at for at, layer in enumerate(few.layers) if isinstance(layer.mixer, Attention)]
     every = [name for name in every if not (".ssm_" in name and any(f"blk.{at}." in name for at in attention))]
     names = {ours: theirs for theirs, ours in names_from_gguf(every, form_of(architecture).names).items()}
     for at in attention:
         if gate := weights.pop(f"model.layers.{at}.self_attn.gate_proj.weight", None):  # a file has q and gate in turns
             q = f"model.layers.{at}.self_attn.q_proj.weight"
-            weights[q] = make_weight(type_, 2 * gate.shape[0], gate.shape[1], scale=0.001)
+            weights[q] = make_weight(type_, 2 * gate.shape[0], gate.shape[1], scale=scale)
     for name in [name for name in weights if name.endswith(".decay")]:
         weights[name].data.fill_(-1)  # a file has -exp(log)
     if (table := weights.get(PER_LAYER_TABLE)) is not None:
         weights[PER_LAYER_TABLE] = make_weight(type_, *table.shape)
-    weights["lm_head.weight"] = make_weight(type_, vocab_size, config["hidden_size"], seed=1)  # repeats no token
+    head = functools.partial(make_weight, seed=1, scale=10 * scale)  # repeats no token
+    weights["lm_head.weight"] = head(type_, vocab_size, config["hidden_size"])
     stacks = dict[str, list[StoredWeight]]()
     for name, weight in weights.items():
         stacks.setdefault(re.sub(r"(?<=\.experts\.)\d+\.", "", name), []).append(weight)
@@ -195,6 +210,15 @@ def write_gguf(path: Path, config: dict[str, Any], num_layers: int, type_: str, 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _favour_experts(weights: dict[str, StoredWeight], favour: float) -> None:
+    """Give each layer a router of its own, in which some experts have larger scores than others."""
+    for seed, name in enumerate(name for name in weights if "router" in name):
+        rows, columns = weights[name].shape
+        router = make_weight("F32", rows, columns, seed)
+        scales = torch.randn(rows, 1, generator=torch.Generator().manual_seed(seed)) * favour
+        weights[name] = replace(router, data=router.data * scales.exp())
 
 
 def _add_gemma4(writer: Any, config: dict[str, Any]) -> None:

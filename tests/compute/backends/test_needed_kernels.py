@@ -21,7 +21,7 @@ from infer.cli.command_options import CompileOptions
 from infer.cli.commands.models_command import run_compile
 from infer.compute.backends.cpu import records
 from infer.compute.backends.cpu.backend import CpuBackend
-from infer.compute.backends.cpu.compile import addresses, compiler, linked_code
+from infer.compute.backends.cpu.compile import addresses, compiler, linked_code, parallel
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.compile.parallel import Compilation, CompiledObject
 from infer.compute.backends.cpu.host import kernel_cache
@@ -128,6 +128,25 @@ def test_kernels_that_other_processes_cannot_compile_are_compiled_on_use(monkeyp
     assert finished([replace(ADD, maker=".matmul.matmul:make_nothing"), RELU])["nothing_add"] is None
     monkeypatch.setattr(sys, "executable", "/no/python")
     assert finished([RELU]) == {"gate_relu": None}
+
+
+@cases(
+    "available processes",
+    (10**12, 3),
+    (None, 3),
+    (1_300_000_000, 2),
+    (100_000_000, 1),
+)
+def test_processes_that_compile_leave_half_of_the_memory(
+    available: int | None, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    monkeypatch.setattr(parallel, "available_memory_bytes", lambda: available)
+    monkeypatch.setattr(parallel, "num_processors", lambda: 16)
+    kernels = [replace(ADD, maker=f".matmul.matmul:make_{number}") for number in range(3)]
+    compilation = Compilation(kernels)
+    compilation.close()
+    assert len(compilation._threads) == processes
 
 
 def test_the_first_line_has_the_number_the_purpose_and_the_time(

@@ -19,11 +19,13 @@ from typing import IO, Any, NamedTuple, final
 import infer
 from infer.compute.backends.cpu.compile.kernel import Kernel
 from infer.compute.backends.cpu.host import kernel_cache
+from infer.system.available_memory import available_memory_bytes
 from infer.system.cores import num_processors
 from infer.system.status_line import PROGRESS_WIDTH, StatusLine, bar, write_notice
 
 _CODE = "from infer.compute.backends.cpu.compile.child import main; main()"
 _MOST_PROCESSES = 8
+_PROCESS_BYTES = 320_000_000  # memory of one process while it compiles
 _START_SECONDS, _REDRAW_SECONDS = 1.5, 0.25
 # Seconds that a kernel takes, by the beginning of its label; others take a third of one.
 _SECONDS = (
@@ -34,6 +36,13 @@ _SECONDS = (
 
 def seconds_of(kernel: Kernel) -> float:
     return next((seconds for start, seconds in _SECONDS if kernel.label.startswith(start)), 0.3)
+
+
+def _num_processes(num_kernels: int) -> int:
+    """Return the number of processes for these kernels. The load keeps half of the memory that is available."""
+    available = available_memory_bytes()
+    fitting = _MOST_PROCESSES if available is None else available // (2 * _PROCESS_BYTES)
+    return max(1, min(num_processors(), _MOST_PROCESSES, num_kernels, fitting))
 
 
 class CompiledObject(NamedTuple):
@@ -62,9 +71,9 @@ class Compilation:
         self._weight = {kernel.file_name: seconds_of(kernel) for kernel in kernels}
         self.file_names = set(self._weight)
         self._line = StatusLine()
-        num_processes = min(num_processors(), _MOST_PROCESSES, len(kernels))
         self._threads = [
-            threading.Thread(target=self._work, name="compile-kernels", daemon=True) for _ in range(num_processes)
+            threading.Thread(target=self._work, name="compile-kernels", daemon=True)
+            for _ in range(_num_processes(len(kernels)))
         ]
         write_notice(self._first_line(sorted({kernel.reason for kernel in kernels})))
         for thread in self._threads:

@@ -3,6 +3,7 @@
     python benchmarks/bench_paths.py               five rounds of four tasks: some minutes
     python benchmarks/bench_paths.py --quick       two rounds, shorter answers
     python benchmarks/bench_paths.py --model LARGE.gguf --draft-model SMALL.gguf
+    python benchmarks/bench_paths.py … --tasks code --sampling greedy --rounds 3 --num-tokens 96    a piece of it
 
 Every path answers every task once per round, in turns, so that a busy machine slows all of them. Rates are the tokens
 after the first over their time. Each round asserts that speculation changes no token.
@@ -14,8 +15,9 @@ after the first over their time. Each round asserts that speculation changes no 
     + schema             the task's JSON schema: other text than without, some of it forced
 """
 
+import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from path_prompts import TASKS, Task
 SEED = 42
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.05}
+SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
 ANY_TEXT = r"(?s:.*)"
 
 
@@ -41,8 +44,9 @@ class PathOf(NamedTuple):
     is_same: bool = False
 
 
-def paths(task: Task, *, has_draft_model: bool) -> Iterator[PathOf]:
-    for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+def paths(task: Task, samplings: Collection[str], *, has_draft_model: bool) -> Iterator[PathOf]:
+    for name in samplings:
+        sampling = SAMPLINGS[name]
         yield PathOf(name, sampling, speculation="off")
         yield PathOf(f"{name} + ngram", sampling, name, "ngram", is_same=True)
         if has_draft_model:
@@ -72,26 +76,29 @@ def answer(
 class Answers:
     """The answers of one model, and for each path of each task its rates, its ratios to `base`, and its counts."""
 
-    def __init__(self, llm: LLM, num_tokens: int, num_drafts: int | None, *, has_draft_model: bool) -> None:
-        self._llm, self._num_tokens, self._num_drafts = llm, num_tokens, num_drafts
-        self._has_draft_model = has_draft_model
+    def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
+        self._llm, self._options = llm, options
         self.rates = dict[tuple[str, str], list[float]]()
         self.ratios = dict[tuple[str, str], list[float]]()
         self.counts = dict[tuple[str, str], dict[str, int]]()
 
-    def ask(self, task: Task, *, is_warm_up: bool) -> None:
-        """Answer a task on every path. Raise AssertionError if speculation changes a token."""
+    def ask(self, task: Task, turn: int) -> None:
+        """Answer a task on every path, in another order in every second turn; turn −1 warms up.
+
+        Raises AssertionError if speculation changes a token.
+        """
         results, rates = dict[str, GenerationResult](), dict[str, float]()
-        kinds = list(paths(task, has_draft_model=self._has_draft_model))
-        for path in kinds:
-            found = answer(self._llm, task, path, self._num_tokens, self._num_drafts)
+        options = self._options
+        kinds = list(paths(task, options.sampling, has_draft_model=options.draft_model is not None))
+        for path in kinds[:: 1 if turn % 2 else -1]:
+            found = answer(self._llm, task, path, options.num_tokens, options.draft_tokens)
             results[path.name], rates[path.name] = found
         for path in kinds:
             result, key = results[path.name], (task.name, path.name)
             if path.is_same and result.token_ids != results[path.base].token_ids:
                 raise AssertionError(f"{task.name}: {path.name} gives other tokens than {path.base}")
             self.counts[key] = {"tokens": result.generated_tokens, **asdict(result.stats)}
-            if not is_warm_up:
+            if turn >= 0:
                 self.rates.setdefault(key, []).append(rates[path.name])
                 if path.base:
                     self.ratios.setdefault(key, []).append(rates[path.name] / rates[path.base])
@@ -135,6 +142,7 @@ def main() -> None:
     parser.add_argument("--draft-model", help="a smaller model with the same vocabulary")
     parser.add_argument("--precision", default="exact", choices=["exact", "fast"])
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
+    parser.add_argument("--sampling", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--quick", action="store_true", help="two rounds of up to 96 tokens")
     options = parser.parse_args()
     if options.quick:
@@ -143,10 +151,10 @@ def main() -> None:
     settings = {"threads": options.threads, "draft_model": options.draft_model, "precision": options.precision}
     llm = LLM(options.model, max_seq_len=2048, **settings)
     print_head(options, "tokens per second")
-    answers = Answers(llm, options.num_tokens, options.draft_tokens, has_draft_model=options.draft_model is not None)
+    answers = Answers(llm, options)
     for turn in range(-1, options.rounds):  # the first one compiles grammars and fills caches
         for task in tasks:
-            answers.ask(task, is_warm_up=turn < 0)
+            answers.ask(task, turn)
     answers.show()
     found = summary(answers.ratios)
     print("", *(f"{name:34} {value:.2f} ×" for name, value in found.items()), sep="\n")

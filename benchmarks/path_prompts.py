@@ -67,6 +67,8 @@ TASKS = (
          "parameter currency renamed to wanted_unit, and nothing else changed."),
     Task("code", "Write a Python class named Settings with the fields host, port, user, password, timeout, retries, "
          "verbose and path. Write a property with a getter and a setter with a check for each field. Only the code."),
+    Task("algorithm", "Write a Python function shortest_path(graph, start, goal) with Dijkstra's algorithm for a graph "
+         "as a dict of dicts with weights. Return the path and its length. Then explain its complexity."),
     Task("JSON", "Write what this letter says as a JSON object with the keys sender_name, sender_email, "
          "telephone_number, number_of_people, date_of_the_booking, needs_a_projector, needs_coffee and equipment."
          f"\n\n{LETTER}", BOOKING),

@@ -284,7 +284,7 @@ class DraftPolicy:
 
 
 _FIRST_STEPS = 12.0  # plain steps that an engine may lose before drafts have saved any time
-_MOST_STEPS = 8.0  # plain steps that drafts may lose after they saved many more
+_MOST_STEPS = 4.0  # plain steps that drafts may lose after they saved many more
 _TRIED_SHARE = 0.01  # of the time of all steps, which trials may lose later
 
 

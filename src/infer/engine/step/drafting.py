@@ -26,7 +26,7 @@ class Drafting:
         self.model = model
         self._policies: dict[int, list[tuple[Drafter, DraftPolicy]]] = {}  # by slot
         self._by_model = set[int]()  # slots whose drafts for the next step the model makes
-        self._looked_up: dict[int, int] = {}  # by slot: the length of its answer when n-grams last drafted
+        self._by_ngrams: dict[int, int] = {}  # by slot: the tokens of its answer that n-grams drafted rightly
         self._seconds = 0.0  # in which the model has drafted since the last `take_seconds`
 
     def enter(self, sequence: Sequence) -> None:
@@ -66,7 +66,6 @@ class Drafting:
                 drafter, count = sequence.attempt(partial(self._choice, sequence, times), (self._ngrams, 0))
                 if min(count, limit) > 0:
                     counts.setdefault(drafter, {})[sequence] = min(count, limit)
-        self._looked_up |= {sequence.slot: len(sequence.pieces) for sequence in counts.get(self._ngrams, ())}
         for drafter, own in counts.items():
             started = time.perf_counter()
             drafts = _proposed(drafter, own)
@@ -98,9 +97,9 @@ class Drafting:
         """Return the number of tokens that a drafter is expected to serve: as many as it could have served so far.
 
         An answer ends or repeats itself at an unknown place. So a drafter that has to read first waits until the answer
-        has gone on for long without n-grams.
+        has many tokens that n-grams did not draft.
         """
-        return min(sequence.room, len(sequence.pieces) - self._looked_up.get(sequence.slot, 0))
+        return min(sequence.room, len(sequence.pieces) - self._by_ngrams.get(sequence.slot, 0))
 
     def observe(self, sequences: Iterable[Sequence]) -> None:
         """Show the drafters the tokens that sequences accepted. Policies learn from those that were not forced."""
@@ -135,6 +134,9 @@ class Drafting:
         """
         if self.model is None:
             return
+        for chunk, accepted in drafted:
+            if chunk.row not in self._by_model:
+                self._by_ngrams[chunk.row] = self._by_ngrams.get(chunk.row, 0) + accepted
         pace, gained = times.seconds(1) if times is not None and times.is_known(1) else 0.0, -draft_seconds
         if pace and (num_drafts := sum(chunk.num_drafts for chunk, _ in drafted)):
             own = [each for each in drafted if each[0].row in self._by_model]
@@ -148,7 +150,7 @@ class Drafting:
 
     def release(self, slot: int) -> None:
         """Forget the sequence that loses this slot."""
-        self._looked_up.pop(slot, None)
+        self._by_ngrams.pop(slot, None)
         for drafter, _ in self._policies.pop(slot, ()):
             drafter.release(slot)
 

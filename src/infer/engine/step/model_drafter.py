@@ -27,11 +27,12 @@ from infer.engine.runner.token_states import HeadInput
 from infer.engine.speculation.policy import Guess, Priors, Stake
 from infer.sampling_params import CONSTRAINTS, SamplingParams
 
-FIRST_TOKENS = 64  # at the end of a text, which are read before drafts have saved any time
+FIRST_TOKENS = 64  # at the end of a text, whose states are kept for a head
+_FIRST_READ = 16  # tokens at the end of a text with which a draft model begins: they take less than a step
 _READ_SECONDS, _LEAST_READ = 0.04, 16  # limit of reading beside one step, and the tokens that it may always have
 _MOST_PENDING = 8  # tokens that are read together with the first guess
-_NUM_TRIED = 3  # drafts of a trial
-_PATIENCE = 8  # times its cost, which an answer lasts before a trial
+_PATIENCE = 8  # times its cost, which an answer lasts before a trial; twice as many after each wrong one
+_MOST_WRONG = 20  # wrong trials that count
 _CONFIDENCE = 2
 _SHARES, _RATES = (0.35, 0.65), (0.3, 0.55, 0.8)
 _FIRST_SHARE, _SHARE_GAIN = 0.6, 0.03
@@ -50,6 +51,7 @@ class _Row:
     num_known: int
     start: int | None = None
     guesses: list[int] = field(default_factory=list)  # for the next tokens; all but the last are computed, too
+    num_wrong: int = 0  # last steps whose first guess was wrong
 
 
 @final
@@ -97,8 +99,10 @@ class ModelDrafter:
         return self._num_unread(slot) * self._seconds_per_token
 
     def trial(self, slot: int, horizon_seconds: float) -> int:
-        cost = self.seconds(slot, _NUM_TRIED) + self.reading_seconds(slot)
-        return _NUM_TRIED if self._stake.allows(cost + self._stake.pace) and horizon_seconds > _PATIENCE * cost else 0
+        """Return 1 or 0: a single draft already pays for itself if it is as often right as a draft model usually is."""
+        cost = self.seconds(slot, 1) + self.reading_seconds(slot)
+        least = _PATIENCE * cost * 2 ** self._rows[slot].num_wrong
+        return int(horizon_seconds > least and self._stake.allows(cost + self._stake.pace))
 
     def trim(self) -> int:
         return self.runner.cache.give_back_free()
@@ -130,6 +134,7 @@ class ModelDrafter:
         row.num_known, row.guesses = len(row.token_ids), []
         if guesses and new:
             num_right = sum(1 for _ in takewhile(bool, map(eq, guesses, new)))
+            row.num_wrong = 0 if num_right else min(row.num_wrong + 1, _MOST_WRONG)
             if self.head_input is None:
                 self.runner.commit(slot, min(num_right, len(guesses) - 1))
             made = [Guess(_CONFIDENCE, left == right) for left, right in zip(guesses, new, strict=False)]
@@ -157,12 +162,11 @@ class ModelDrafter:
         return num_tokens if num_tokens > _MOST_PENDING else 0
 
     def _first(self, slot: int) -> int:
-        """Return the position from which a text is read: more than its end, if earlier drafts have saved enough."""
-        row, most = self._rows[slot], FIRST_TOKENS
-        if self._seconds_per_token:
-            most = max(most, int(self._stake.balance / self._seconds_per_token / 4))
-        first = 0 if self.head_input is None else self.head_input.first(slot)
-        return max(first, len(row.token_ids) - min(most, self.runner.cache.capacity // 2))
+        """Return the position from which a text is read."""
+        first, most = 0, _FIRST_READ
+        if self.head_input is not None:
+            first, most = self.head_input.first(slot), FIRST_TOKENS
+        return max(first, len(self._rows[slot].token_ids) - min(most, self.runner.cache.capacity // 2))
 
     def _pending(self, slot: int, count: int) -> list[int]:
         """Return the tokens that the row lacks.

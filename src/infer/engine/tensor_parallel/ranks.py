@@ -337,14 +337,15 @@ class TorchGroup(Group):
         return
 
     def gather(self, own: Float[Tensor, "rows own"], widths: Sequence[int]) -> Float[Tensor, "rows width"]:
-        """Gather each rank's columns, padded to the width of the widest rank for the transfer."""
+        """Gather each rank's columns into one buffer, padded to the width of the widest rank for the transfer."""
         if not len(own):
             return own.new_empty(0, sum(widths))
         padded = F.pad(own.contiguous(), (0, max(widths) - own.shape[1]))
-        parts = [torch.empty_like(padded) for _ in widths]
+        parts = padded.new_empty(len(widths) * len(padded), padded.shape[1])
         try:
-            self._ranks.allgather([parts], [padded]).wait()
+            self._ranks._allgather_base(parts, padded).wait()  # torch's public calls take no group without a default
         except RuntimeError as error:
             self._has_failed = True
             raise InferError(f"another rank of this model has ended ({str(error).splitlines()[0]:.80})") from error
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+        own_parts = zip(parts.chunk(len(widths)), widths, strict=True)
+        return torch.cat([part[:, :width] for part, width in own_parts], dim=1)

@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from gpu_twins import assert_left_in_planes
 from infer.compute.backends import cuda
 from infer.compute.backends.cuda import experts as cuda_experts
-from infer.compute.backends.cuda.activations import BF16_PLANES, F16_PLANES, Twin
+from infer.compute.backends.cuda.activations import BF16_PLANES, F16_PLANES, Twin, quantized
 from infer.compute.backends.cuda.expert_choice import TILE, choose, tiles_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_interpreter")]
@@ -173,20 +173,23 @@ def test_experts_are_chosen_by_scores_and_then_by_their_numbers() -> None:
     logits[:, 10:20] = logits[:, 30:31]
     logits[5, 3] = float("nan")
     router = Router(40, 8, "softmax", is_normalized=True, scale=1.5)
-    found = choose(logits, router, None, None)
+    x = torch.randn(6, 80, generator=torch.Generator().manual_seed(3))
+    found, made = choose(logits, router, None, None, x, 2)
     chosen, weights = reference.route(logits[:5], router, None)
     assert torch.equal(found.experts[:5].long(), chosen)
     assert_near(found.weights[:5], weights, 1e-6)
     assert found.experts[5].tolist() == [-1] * 8, "a token that is NaN has no experts"
-    assert found.counts.tolist() == torch.bincount(chosen.flatten(), minlength=40).tolist()
+    assert made is not None
+    for own, expected in zip(made, quantized(x, None, 2), strict=True):
+        assert torch.equal(own, expected), "the same launch quantises the tokens"
+    assert choose(logits, router, None, None, x, 0)[1] is None
 
 
 @pytest.mark.slow(cases=1)
 def test_tiles_hold_each_pair_once_beside_others_of_its_expert() -> None:
     chosen = torch.randint(0, 7, (50, 3), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     chosen[4] = -1
-    counts = torch.bincount(chosen[chosen >= 0].long(), minlength=9).int()
-    tiles = tiles_of(cuda_experts.Choice(chosen, torch.zeros(50, 3), counts))
+    tiles = tiles_of(cuda_experts.Choice(chosen, torch.zeros(50, 3)), 9)
     is_used = tiles.pairs >= 0
     assert sorted(tiles.pairs[is_used].tolist()) == [pair for pair in range(150) if chosen.flatten()[pair] >= 0]
     owners = tiles.experts[:, None].expand(-1, TILE)[is_used]

@@ -123,6 +123,22 @@ def test_every_tile_of_floats_gives_a_token_the_same_bits(
     assert all(torch.equal(y, found[-1][: len(y)]) for y in found)
 
 
+def test_few_rows_have_one_order_for_any_tokens_which_no_divided_matrix_has() -> None:
+    stored = Projection((weight_of("F32", 40, 700),), torch.randn(40))
+    prepared, x, found = cuda.prepare(stored, CPU), activations(20, 700), []
+    for count in (1, 8, 9, 20):
+        found.append(torch.empty(count, 40))
+        multiply(Activations(x[:count]), None, prepared, found[-1], has_few_rows=True)
+    assert_near(found[-1], reference.norm_project(x, None, stored).floats)
+    assert all(torch.equal(y, found[-1][: len(y)]) for y in found)
+    whole = cuda.norm_project(
+        x, None, cuda.prepare(replace(stored, parts=(weight_of("F32", 600, 700),), bias=None), CPU)
+    )
+    own = replace(stored, parts=(weight_of("F32", 600, 700).rows(0, 40),), bias=None)
+    part = cuda.norm_project(x, None, cuda.prepare(own, CPU))
+    assert torch.equal(part.floats, whole.floats[:, :40]), "a rank's rows have the bits of all rows"
+
+
 @pytest.mark.parametrize("type_", ["BF16", "F16"])
 def test_planes_have_the_bits_of_activations(type_: str) -> None:
     """BF16 has all 24. F16 has 22 of the numbers that are not tiny beside the block's largest."""

@@ -95,6 +95,17 @@ def test_products_of_many_tokens_are_made_by_tensor_cores(kernels: Kernels) -> N
             assert count(kernel, r"fma\.rn\.f32") > 0, name
 
 
+def test_few_rows_of_floats_are_read_ahead_and_multiplied_by_fused_operations(kernels: Kernels) -> None:
+    """A program has one row of one token, or 8 of each, and a trip 16 inputs or 4 of each lane."""
+    for name, kernel in kernels.items():
+        if name.startswith("few rows 0"):
+            assert (count(kernel, r"ld\.global", "loop"), count(kernel, r"fma\.rn", "loop")) == (32, 16), name
+            assert count(kernel, r"bar\.") == 0, name
+        elif name.startswith("few rows 1"):
+            assert sum(kernel["loop"].values()) <= 240, name
+            assert kernel["registers"] <= 128, name
+
+
 def test_a_trip_of_a_quantised_product_is_four_blocks_that_are_copied_ahead(kernels: Kernels) -> None:
     found = {name: kernel for name, kernel in kernels.items() if name.startswith("matmul")}
     assert len(found) >= 4
@@ -281,7 +292,8 @@ if IS_WHOLE:  # they compile for a minute
                 assert sum(kernel["loop"].values()) <= 240, name  # 64 inputs
 
     def test_the_choice_of_experts_is_one_short_program_for_a_token(experts: Kernels) -> None:
-        assert sum(experts["choose_experts 90"]["instructions"].values()) <= 300
+        """Two thirds are the choice. The others quantise, in programs beside it."""
+        assert sum(experts["choose_experts 90"]["instructions"].values()) <= 400
 
     def test_sinks_and_gates_cost_nothing_in_a_turn(unusual: Kernels) -> None:
         found = {name: kernel for name, kernel in unusual.items() if len(name.split()) == 4}

@@ -64,9 +64,9 @@ def test_a_forward_launches_few_kernels_and_waits_for_no_choice(shape: str, type
     product = "matmul" if type_ == "Q4_0" and num_tokens > 1 else one
     mixer = ["quantize_rows", product, *MIXERS[shape], product]
     if shape == "tiny experts":
-        tiles = [] if product == "matvec" else ["full", "plan_tiles", "fill_tiles"]
-        experts = ["quantize_rows", f"expert_{product}", f"expert_{product}", "add_pairs"]
-        feed_forward = ["normalize_rows", "dense", "zeros", "choose_experts", *tiles, *experts]
+        tiles = [] if product == "matvec" else ["plan_tiles", "fill_tiles"]
+        experts = [f"expert_{product}", f"expert_{product}", "add_pairs"]
+        feed_forward = ["normalize_rows", "multiply_few_rows", "choose_experts", *tiles, *experts]
     else:
         feed_forward = ["quantize_rows", product, product]
     embed = "embed_rows" if type_ == "Q4_0" else "embed_floats"

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from infer.compute.backends.cuda.dense import DEPTHS, TILES, DenseTile, dense, n
 from infer.compute.backends.cuda.embed import embed_floats, embed_rows
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.layouts import LAYOUTS, Layout
-from infer.compute.backends.cuda.matmul import MAX_LANES, matmul, matvec
-from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATVEC_TILE, matmul_tile
+from infer.compute.backends.cuda.matmul import MAX_LANES, matmul, matvec, multiply_few_rows
+from infer.compute.backends.cuda.projection import BLOCK_TILE, FEW_ROWS_TILES, FORMS, MATVEC_TILE, matmul_tile
 from infer.compute.backends.cuda.sampling import filters, logprobs, unfiltered
 from infer.compute.backends.cuda.sampling.kernel_arguments import Batch
 from infer.compute.backends.cuda.sampling.logprobs import BlockParts, Found
@@ -203,6 +204,13 @@ def dense_code(type_: str, target: str | int, gate: str = "", size: int = -1) ->
     return compiled(dense, arguments, target, num_warps=tile.num_warps, num_stages=stages)
 
 
+def few_rows_code(number: int, target: str | int) -> CompiledKernel:
+    """Return the code of a router's product for few tokens (0) or many (1)."""
+    arguments = quantized_arguments("Q8_0", "*i32", "*i32", "") | dict.fromkeys(("x", "weights"), "*fp32!")
+    arguments |= {"num_inputs": "i32!"} | FEW_ROWS_TILES[number]
+    return compiled(multiply_few_rows, arguments, target, num_warps=FEW_ROWS_TILES[number]["num_warps"])
+
+
 def rows_code(type_: str, target: str | int, gate: str = "") -> Iterator[CompiledKernel]:
     norm = RowNorm("*fp32!", "*fp32!", "fp32", *map(tl.constexpr, (True, True, True)))
     arguments = {
@@ -239,5 +247,7 @@ def weights_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
             for target in TARGETS if is_whole else (90,):
                 name = f"dense {type_} {tile.ROWS} {tile.TOKENS} gated {target}"
                 yield name, code_of(dense_code(type_, target, "silu", size))
+    for number, target in product((0, 1), TARGETS if is_whole else (90,)):
+        yield f"few rows {number} {target}", code_of(few_rows_code(number, target))
     for kernel in rows_code("Q6_K", 90):
         yield kernel.metadata.name, code_of(kernel)

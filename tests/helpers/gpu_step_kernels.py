@@ -211,12 +211,13 @@ def small_code(target: Target) -> Iterator[CompiledKernel]:
     """Yield the code of the choice among 128 experts, the tiles and the sum, which read no weights."""
     arguments = {
         "logits": "*fp32!", "correction": "*fp32!", "expert_scales": "*fp32!", "experts": "*i32!",
-        "weights": "*fp32!", "counts": "*i32!", "num_experts": "i32!", "floor": "fp32", "scale": "fp32",
+        "weights": "*fp32!", "chosen": "*i32!", "num_experts": "i32!", "x": "*fp32!", "to": LEFT,
+        "floor": "fp32", "scale": "fp32",
         "next_places": "*i32!", "num_tiles": "i32", "pairs": "*i32!", "num_pairs": "i32", "results": "*fp32!",
         "shared": "*fp32!", "shared_gates": "*fp32!", "residual": "*fp32!", "out": "*fp32!", "features": "i32!",
         "SCORES": tl.constexpr("softmax"), "CHOSEN": 8, "PLACES": 8, "SIZE": 128, "IS_NORMALIZED": True,
-        "HAS_CORRECTION": True, "HAS_SCALES": True, "TILE": TILE, "AT_ONCE": 64, "PAIRS": 256, "HAS_WEIGHTS": True,
-        "HAS_SHARED": True, "HAS_GATE": True, "ADD": True, "BLOCK": 1024,
+        "HAS_CORRECTION": True, "HAS_SCALES": True, "TILE": TILE, "PAIRS": 256, "HAS_WEIGHTS": True,
+        "HAS_SHARED": True, "HAS_GATE": True, "ADD": True, "BLOCK": 1024, "PLANES": 2, "BLOCKS": 32,
     }  # fmt: skip
     for kernel, num_warps in ((choose_experts, 4), (plan_tiles, 8), (fill_tiles, 4), (add_pairs, 4)):
         yield compiled(kernel, arguments, target, num_warps=num_warps)

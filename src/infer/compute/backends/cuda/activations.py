@@ -63,7 +63,7 @@ def lifted(value, AXIS: tl.constexpr):
     return value * inverse, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
 
 
-_BLOCKS = 32  # that a program has at once
+BLOCKS = 32  # that a program has at once
 SMALLEST = tl.constexpr(1e-33)  # a block below this counts as this, so that its scale is a normal number
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 × 2²³: the sum's low bits are the nearest integer
 ROUNDER_BITS = tl.constexpr(0x4B400000)
@@ -125,10 +125,10 @@ def room_for(y: Tensor, planes: int) -> Quantized | None:
     """Return buffers for y [tokens, …] in planes; None without planes, or if y's last axis has no whole blocks."""
     if not planes or y.shape[-1] % BLOCK:
         return None
-    return _empty(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
+    return empty_planes(len(y), y.flatten(1).shape[1] // BLOCK, planes, y.device)
 
 
-def _empty(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
+def empty_planes(num_tokens: int, num_blocks: int, planes: int, device: torch.device) -> Quantized:
     if planes == BF16_PLANES.value:
         codes = torch.empty(num_tokens, 3, num_blocks, BLOCK, dtype=torch.bfloat16, device=device)
         return Quantized(codes, codes, codes)
@@ -162,7 +162,7 @@ def _normalized(
     if num_tokens:
         normalize_rows[(num_tokens,)](
             x, x if indices is None else indices, norm, y, x.shape[1],
-            HAS_INDICES=indices is not None, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
+            HAS_INDICES=indices is not None, BLOCKS=BLOCKS, num_warps=4, **EXACT,
         )  # fmt: skip
     return y
 
@@ -172,11 +172,11 @@ def quantized(
 ) -> Quantized:
     """Return norm(x), or norm(x[indices]), in planes. A last block that is not whole ends with zeros."""
     num_tokens, num_blocks = len(x) if indices is None else len(indices), triton.cdiv(x.shape[1], BLOCK)
-    found = _empty(num_tokens, num_blocks, planes, x.device)
+    found = empty_planes(num_tokens, num_blocks, planes, x.device)
     if num_tokens:
-        quantize_rows[num_tokens, triton.cdiv(num_blocks, _BLOCKS)](
+        quantize_rows[num_tokens, triton.cdiv(num_blocks, BLOCKS)](
             x, x if indices is None else indices, RowNorm.of(norm, x), found.in_bytes(), x.shape[1],
-            HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=_BLOCKS, num_warps=4,
+            HAS_INDICES=indices is not None, HAS_NORM=norm is not None, PLANES=planes, BLOCKS=BLOCKS, num_warps=4,
             **EXACT,
         )  # fmt: skip
     return found
@@ -188,7 +188,7 @@ def add_normalized(
     """Replace residual by (residual + norm(y)) × scale, in place."""
     if len(y):
         add_normalized_rows[(len(y),)](
-            residual, y, RowNorm.of(norm, y), y.shape[1], float(scale), BLOCKS=_BLOCKS, num_warps=4, **EXACT
+            residual, y, RowNorm.of(norm, y), y.shape[1], float(scale), BLOCKS=BLOCKS, num_warps=4, **EXACT
         )
 
 
@@ -223,11 +223,18 @@ def quantize_rows(
     x, indices, norm, to, features,
     HAS_INDICES: tl.constexpr, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows of norm(x). Every program of a row computes the whole row's norm itself."""
-    token, num_blocks = tl.program_id(0).to(tl.int64), tl.cdiv(features, 32)
+    token = tl.program_id(0).to(tl.int64)
     index = tl.load(indices + token) if HAS_INDICES else token
-    row = x + tl.maximum(index, 0) * features
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    quantize_part(x, token, index, norm, to, features, tl.program_id(1), HAS_NORM, PLANES, BLOCKS)
+
+
+@triton.jit
+def quantize_part(
+    x, token, index, norm, to, features, part, HAS_NORM: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Quantise some blocks of norm(x[index]) for a token. Every program of a row computes the row's norm itself."""
+    num_blocks, row = tl.cdiv(features, 32), x + tl.maximum(index, 0) * features
+    blocks = part * BLOCKS + tl.arange(0, BLOCKS)
     at = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = at < features
     value = tl.where(index < 0, float("nan"), tl.load(row + at, mask=mask, other=0))

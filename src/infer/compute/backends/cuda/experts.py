@@ -91,9 +91,10 @@ def _add_some(
         else (normalize(residual, norms.router), normalize(residual, norms.experts))
     )
     logits = torch.empty(len(x), router.num_experts, device=x.device)
-    multiply(Activations(router_x), None, experts.router_logits, logits)
-    choice = choose(logits, router, experts.correction, experts.expert_scales)
-    given = Input(x, router.num_chosen, {})
+    multiply(Activations(router_x), None, experts.router_logits, logits, has_few_rows=True)
+    form = 0 if router.weighs_inputs else _form(experts.gate.parts[0])
+    choice, made = choose(logits, router, experts.correction, experts.expert_scales, x, form)
+    given = Input(x, router.num_chosen, {} if made is None else {form: made})
     if router.weighs_inputs:
         given = Input((x[:, None] * choice.weights[:, :, None]).flatten(0, 1), 1, {})
     results = _results(given, experts, choice)
@@ -117,7 +118,7 @@ def _results(given: Input, experts: ExpertWeights, choice: Choice) -> Float[Tens
     gate, up, down, count = experts.gate, experts.up, experts.down, experts.router.num_experts
     num_pairs, hidden = choice.experts.numel(), gate.out_features // count
     has_tiles = num_pairs > FEW_PAIRS * count or any(map(_is_float, (*gate.parts, *up.parts, *down.parts)))
-    pairs = Pairs(choice, tiles_of(choice) if has_tiles else None)
+    pairs = Pairs(choice, tiles_of(choice, count) if has_tiles else None)
     inner = torch.empty(num_pairs, hidden, device=given.floats.device)
     forms = dict[int, Quantized]()
     if len(gate.parts) == len(up.parts) == 1 and _layout(gate) == _layout(up):
@@ -241,7 +242,7 @@ def _shared_results(
     gates = None
     if shared.gate is not None:
         gates = torch.empty(len(x), 1, device=x.device)
-        multiply(Activations(x), None, shared.gate, gates)
+        multiply(Activations(x), None, shared.gate, gates, has_few_rows=True)
     return gathered(y, shared.down.shares), gates
 
 

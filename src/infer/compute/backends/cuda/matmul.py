@@ -1,4 +1,4 @@
-"""Quantised matrices times tokens in integers: `matvec` for few tokens, and `matmul` for many.
+"""Quantised matrices times tokens in integers, `matvec` for few tokens and `matmul` for many; and few rows of floats.
 
 `matvec` multiplies words by dp4a, one program for some rows and one token. `matmul` multiplies blocks on tensor cores,
 one program per tile, a quad per trip.
@@ -7,6 +7,9 @@ The order of a row's sum depends only on the number of its blocks. Four neighbou
 + b3): 128 inputs. Lane l of L / 4 (`num_lanes` is L) adds quads l, l + L / 4, l + 2 L / 4, … one after another. Then
 neighbouring lanes are added, then neighbouring pairs, and so on. In `matmul` the lanes are added one after another, and
 their tree needs one sum per level: a binary counter. So any number of tokens gives the same bits.
+
+The few rows of a router in F32 would be few programs of `dense`, each of which reads long rows. `multiply_few_rows` has
+a program per row for few tokens, and an order of its own for any number of tokens.
 """
 
 import triton
@@ -215,3 +218,31 @@ def _products(codes, plane_bytes, q, PLANES: tl.constexpr):
     if PLANES == 2:
         dots = tl.dot(q, tl.load(codes + plane_bytes), dots * 256, out_dtype=tl.int32)
     return dots
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def multiply_few_rows(
+    x, weights, y, num_tokens, num_inputs, TOKENS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+):
+    """Store the products of some rows of float32 weights and some tokens, whose inputs x are float32.
+
+    Lane l adds inputs l, l + 32, l + 64, … one after another. Then neighbouring lanes are added, and so on. A
+    trip reads PARTS inputs per lane, which changes no order.
+    """
+    lane_count: tl.constexpr = 32
+    tokens, rows = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    lanes, read = tl.arange(0, lane_count), tl.minimum(rows, y.num_rows - 1).to(tl.int64)
+    x += tl.minimum(tokens, num_tokens - 1).to(tl.int64)[:, None] * num_inputs + lanes[None, :]
+    weights += read[:, None] * num_inputs + lanes[None, :]
+    total = tl.zeros((TOKENS, ROWS, lane_count), tl.float32)
+    for start in range(0, num_inputs, lane_count * PARTS):
+        for part in tl.static_range(PARTS):
+            at = start + part * lane_count
+            is_there = (at + lanes < num_inputs)[None, :]
+            a, w = tl.load(x + at, mask=is_there, other=0), tl.load(weights + at, mask=is_there, other=0)
+            total = tl.fma(a[:, None, :], w[None, :, :], total)
+    count: tl.constexpr = TOKENS * ROWS
+    sums = tl.reshape(tree_sums(tl.reshape(total, (count, lane_count)), count, lane_count, 1), (TOKENS, ROWS))
+    mask = (tokens < num_tokens)[:, None] & (rows < y.num_rows)[None, :]
+    offsets = tokens.to(tl.int64)[:, None] * y.stride + rows[None, :]
+    store(y, 0, offsets, biased(sums, y, read[None, :]), mask)

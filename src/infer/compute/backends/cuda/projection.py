@@ -25,7 +25,7 @@ from infer.compute.backends.cuda.blocks import matrix_of
 from infer.compute.backends.cuda.dense import DEPTHS, SHARED_BYTES, dense, dense_tile, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.layouts import BLOCK, Layout, PackedWeight
-from infer.compute.backends.cuda.matmul import matmul, matvec, num_lanes
+from infer.compute.backends.cuda.matmul import matmul, matvec, multiply_few_rows, num_lanes
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.backends.reference_parts import gated, gathered
 from infer.compute.operands.activation_values import Activations
@@ -39,6 +39,10 @@ FEW_TOKENS = 8  # up to which each has programs of its own: about as many as cos
 MATVEC_TILE = {"ROWS": 256 if IS_INTERPRETED else 2, "num_warps": 1}
 BLOCK_TILE = {"ROWS": 256 if IS_INTERPRETED else 32, "num_warps": 16}  # of what leaves whole blocks in integers
 MATMUL_TILE = {"TOKENS": 16, "ROWS": 64, "num_warps": 4, "num_stages": 3}  # seven sums of a tile fit the registers
+FEW_ROWS_TILES = (  # of few tokens, and of many
+    {"TOKENS": 1, "ROWS": 256 if IS_INTERPRETED else 1, "PARTS": 16, "num_warps": 1},
+    {"TOKENS": 8, "ROWS": 256 if IS_INTERPRETED else 8, "PARTS": 4, "num_warps": 2},
+)
 FORMS = {"F32": 0, "F16": F16_PLANES.value, "BF16": BF16_PLANES.value}  # of the activations of a float type
 
 
@@ -118,11 +122,13 @@ def multiply(
     has_gate: bool = True,
     add: bool = False,
     softcap: float | None = None,
+    has_few_rows: bool = False,
 ) -> Twin | None:
     """Write projection(norm(x)), or projection(norm(x[indices])), to `y`. With `add`, add it instead.
 
     An activation is for the first half of the rows, which multiplies the others; without a gate, for all rows.
-    Return the twin of what was written.
+    `has_few_rows` says that the rows are few, and never divided among ranks. If they are F32, their sums then have an
+    order of their own. Return the twin of what was written.
     """
     if not len(y):
         return None
@@ -149,7 +155,10 @@ def multiply(
             curve=y if projection.curve is None else projection.curve,
         )
         left = room_for(y, form) if activation else None
-        launch(forms[form], weight, output, left, len(y), gate)
+        if has_few_rows and not form:
+            _launch_few_rows(forms[form], weight, output, len(y))
+        else:
+            launch(forms[form], weight, output, left, len(y), gate)
         made = Twin(form, left)
         column += output.num_rows
     return made
@@ -209,6 +218,13 @@ def _launch_dense(
         IS_WHOLE=num_inputs % DEPTHS[form] == 0, GATE=gate, LEAVES=leaves,
         num_warps=tile.num_warps, num_stages=num_stages(tile, form, shared_bytes(weight.codes.device)), **EXACT,
     )  # fmt: skip
+
+
+def _launch_few_rows(x: Quantized, weight: PackedWeight, y: Output, num_tokens: int) -> None:
+    tile = FEW_ROWS_TILES[num_tokens > FEW_TOKENS]
+    multiply_few_rows[triton.cdiv(num_tokens, tile["TOKENS"]), triton.cdiv(y.num_rows, tile["ROWS"])](
+        x.codes, weight.codes, y, num_tokens, weight.in_features, **tile, **EXACT
+    )
 
 
 @cache

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product, repeat
 from typing import Any
 from unittest.mock import Mock
 
@@ -305,6 +305,19 @@ def test_single_steps_follow_each_other_if_a_step_takes_longer_than_the_host_s_w
         place.check(*asked)
         num_multi_steps = sum(each.stats.multi_steps for each, _ in asked)
         assert (num_multi_steps == 0) == (place.device.num_behind >= 50) == (seconds == 1.0)
+
+
+def test_an_idle_engine_records_steps_until_none_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Mock(side_effect=chain([True] * 3, repeat(False)))
+    monkeypatch.setattr(place.device, "record_next", record)
+    loop = loop_of(place.engine)
+    loop.run(bool)
+    while record.call_count < 4:
+        time.sleep(0.001)
+    assert Outcome.of(open_stream(loop, make_sequence(place.world, SHORT, Way())).run()) == by_definition(
+        place.world, SHORT
+    )
+    loop.close()
 
 
 @pytest.mark.parametrize("grammar", [BOUND])

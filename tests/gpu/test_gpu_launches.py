@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,7 +135,26 @@ def test_sizes_recorded_ahead_compile_the_kernels_of_all_other_sizes() -> None:
             for each in columns if size.tokens == size.logits else []:
                 captured._multi_step.record(forward.result, captured._inputs.step(*size), each, None, None)
                 captured._verifier.record(forward.result, [Chunk(0, [1])] * 3, each, None, None)
-        assert num_variants(launches) == compiled
+        while captured.record_next():
+            assert num_variants(launches) == compiled
+    usual = {
+        size_for(*size, GPU_STEP) for count in range(1, 65) for size in ((count, count), (64 * count, 1), (count, 0))
+    }
+    assert usual <= captured._recordings.keys(), "no request waits for these"
+
+
+def test_a_size_that_finds_no_memory_is_left_to_the_step_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, captured = make_captured("two layers", 256, (8, 8))
+    monkeypatch.setattr(Repeats, "records_ahead", True)
+    with recorded_launches():
+        captured.record_ahead([])
+        record = Mock(side_effect=torch.OutOfMemoryError("full"))
+        with monkeypatch.context() as patch:
+            patch.setattr(captured, "_recording", record)
+            assert captured.record_next()
+            assert not captured.record_next()
+        assert record.call_count == 1
+        assert len(captured.run(Step.of([1, 2]))) == 1
 
 
 def test_a_chunk_without_logits_computes_no_line_of_the_head() -> None:

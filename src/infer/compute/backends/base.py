@@ -138,6 +138,13 @@ class Captured(Recorded):
         """
         return 0
 
+    def record_next(self) -> bool:
+        """Record one of the other sizes of steps, while no step runs. Return False if none is left.
+
+        Call after `record_ahead`. So requests wait for fewer recordings.
+        """
+        return False
+
     def takes(self, step: SampledStep) -> bool:
         """Return True if the chunks fit one replay."""
         num_tokens = sum([len(chunk.token_ids) for chunk in step.chunks])

@@ -52,12 +52,18 @@ class EngineThread(threading.Thread):
                 while not self._is_closed:
                     try:
                         if not self._calls:  # calls that a fault left behind
-                            self.inbox.get()()
+                            self._next_message()()
                         self._run_until_idle()
                     except BaseException as error:  # a fault of this module
                         self._fail(error)
             finally:
                 self._finish()
+
+    def _next_message(self) -> Callable[[], None]:
+        """Wait for a message, and return it. Until one arrives, record steps of more sizes."""
+        while self.engine is not None and self.inbox.empty() and self.engine.runner.record_next():
+            continue
+        return self.inbox.get()
 
     def _run_until_idle(self) -> None:
         """Run steps and calls until none are left."""

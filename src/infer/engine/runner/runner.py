@@ -93,6 +93,11 @@ class Runner:
             [SamplingColumns.of([each], vocab_size, device=self.model.device) for each in params]
         )
 
+    def record_next(self) -> bool:
+        """Record steps of one more size, while none runs. Return False if no size is left that this process records."""
+        captured = self._captured
+        return self.has_whole_rows and isinstance(captured, ops.Captured) and captured.record_next()
+
     def make_history(self, vocab_size: int) -> History:
         """Return a history of all rows, in which each row has to begin. On a GPU it is the one of `warm_up`."""
         return self._history or History(self.num_slots, self.model.max_seq_len, vocab_size, self.model.device)

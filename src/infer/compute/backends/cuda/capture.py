@@ -1,4 +1,4 @@
-"""A forward recorded in a few sizes: some of them before the first request, the others when they occur.
+"""A forward recorded in a few sizes: some of them before the first request, the others between requests.
 
 The number of tokens is a power of 2. A step of decoding has as many lines of logits as tokens. A step with prompts has
 fewer lines, in a few sizes only. Padding costs little: it is embedded as NaN, for which products read no weight.
@@ -54,6 +54,14 @@ def sizes_ahead(limits: StepLimits) -> Iterator[StepSize]:
         yield size_for(num_tokens, 1, limits)
 
 
+def later_sizes(limits: StepLimits) -> Iterator[StepSize]:
+    """Yield the sizes of usual steps: of decoding, and of prompts. More than FEW_LINES lines would need more memory."""
+    for exponent in range(limits.tokens.bit_length() + 1):
+        num_tokens = min(1 << exponent, limits.tokens)
+        for num_logits in (min(num_tokens, limits.logits, FEW_LINES), 1, 0):
+            yield size_for(num_tokens, num_logits, limits)
+
+
 def _power_of_2(count: int, most: int) -> int:
     """Return the next power of 2, but at most `most`. Nothing stays 0."""
     return min(most, 1 << (count - 1).bit_length()) if count else 0
@@ -70,6 +78,7 @@ class CapturedForward(Captured):
         self._limits = StepLimits(capacity, max_logits)
         self._recordings: dict[StepSize, Recording] = {}
         self._results: dict[int, Tensor] = {}  # by their number of lines
+        self._later: Iterator[StepSize] = iter(())
         self._multi_step = MultiStep(max_logits, device, graphs)
         self._verifier = Verifier(max_logits, device, graphs)
 
@@ -95,7 +104,20 @@ class CapturedForward(Captured):
                     for columns in selections:
                         self._multi_step.record(forward.result, step, columns, None, None)
                         self._verifier.record(forward.result, [], columns, None, None)
+        self._later = later_sizes(self._limits)
         return len(self._recordings) - num_before
+
+    @torch.inference_mode()
+    def record_next(self) -> bool:
+        size = next((each for each in self._later if each not in self._recordings), None)
+        if size is None:
+            return False
+        try:
+            with self._graphs.on_device():
+                self._recording(*size)
+        except RuntimeError:  # without memory, for example: a step that needs the size tries again
+            self._later = iter(())
+        return True
 
     @torch.inference_mode()
     def run_multi_step(

@@ -20,10 +20,12 @@ from infer.compute.backends.cuda.attention_items import ChunkParts, Items, Resul
 from infer.compute.backends.cuda.delta_net import HEADS, gate_heads, mix_runs
 from infer.compute.backends.cuda.delta_net import TILE as STATE_TILE
 from infer.compute.backends.cuda.delta_net_inputs import (
+    ConvInputs,
     ConvPages,
     DeltaNetBuffers,
     DeltaNetPages,
     Gates,
+    NetSizes,
     convolve_tokens,
     multiply_keys,
     prepare_tokens,
@@ -32,7 +34,7 @@ from infer.compute.backends.cuda.dense import DEPTHS, FEW, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.expert_choice import TILE, Tiles, choose_experts, fill_tiles, plan_tiles
 from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
-from infer.compute.backends.cuda.kv_blocks import Blocks
+from infer.compute.backends.cuda.kv_blocks import Blocks, Part
 from infer.compute.backends.cuda.matmul import MAX_LANES
 from infer.compute.backends.cuda.projection import BLOCK_TILE, FORMS, MATMUL_TILE, MATVEC_TILE
 from infer.compute.backends.cuda.rotation import Columns, Rotation, rotate_append
@@ -92,9 +94,8 @@ BRANCH = re.compile(r"BRA(?:\.\w+)*\s+(?:!?U?P\w+,\s*)?(?:`\(\.L_x_\d+\)|0x([0-9
 def blocks(kv_type: str) -> Blocks:
     stored, sizes = STORED[kv_type], ("i32!",) * 3
     scales = "*fp16!" if stored == "*i8!" else stored
-    return Blocks(
-        stored, scales, *sizes, stored, scales, *sizes, "*i64!", "i32", tl.constexpr(64), "*i64!", "*i64!", "*i64!"
-    )
+    part = Part(stored, scales, *sizes)
+    return Blocks(part, part, "*i64!", "i32", tl.constexpr(64), "*i64!", "*i64!", "*i64!")
 
 
 def attention_kernel(
@@ -246,14 +247,16 @@ _BUFFERS = DeltaNetBuffers(*("*fp32!",) * 6, runs="*i32!")
 _TOKENS = {**dict.fromkeys(("rows", "positions"), "*i64!"), "num_tokens": "i32", "num_runs": "i32"}
 
 
-def arguments_of(dim: int) -> dict[str, Any]:
+def arguments_of(dim: int, channels: int) -> dict[str, Any]:
     """16 key heads and 32 value heads, as in Qwen3-Next and Qwen3.5 if `dim` is 128."""
+    net = NetSizes(*map(tl.constexpr, (16, dim, dim, 32, dim, dim)))
+    inputs = ConvInputs("*fp32!", "i32!", "*fp32!", "*i64!", "*i64!", *map(tl.constexpr, (channels, 4)))
     return _TOKENS | {
-        **dict.fromkeys(("projected", "taps", "bias", "mixed", "z", "weight", "out"), "*fp32!"), "width": "i32!",
+        **dict.fromkeys(("bias", "mixed", "z", "weight", "out"), "*fp32!"), "width": "i32!", "inputs": inputs,
         "pages": DeltaNetPages(*_PAGES, *("*fp32!",) * 4), "buffers": _BUFFERS, "left": LEFT, "eps": "fp32",
-        "gates": Gates("*fp32!", "*fp32!", "fp32", "fp32"), "KEY_HEADS": 16, "KEY_DIM": dim, "KEY_SIZE": dim,
-        "VALUE_HEADS": 32, "VALUE_DIM": dim, "VALUE_SIZE": dim, "NUM_TAPS": 4, "TILE": STATE_TILE, "COLUMNS": COLUMNS,
-        "ARE_TILED": False, "HEADS": HEADS, "LEAVES": 2, "CHANNELS": 2048, "HAS_BIAS": True, "BLOCKS": 8,
+        "gates": Gates("*fp32!", "*fp32!", "fp32", "fp32"), "net": net,
+        "TILE": STATE_TILE, "COLUMNS": COLUMNS, "ARE_TILED": False, "HEADS": HEADS, "LEAVES": 2, "HAS_BIAS": True,
+        "BLOCKS": 8,
     }  # fmt: skip
 
 
@@ -262,9 +265,11 @@ def state_code(is_whole: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for target in (*TARGETS, *AMD) if is_whole else (90, 120):
         for dim in (128, 256) if is_whole or target == 90 else (128,):
             kernels = ((prepare_tokens, 4), (multiply_keys, dim // 32), (mix_runs, 1), (gate_heads, 4))
-            found = [compiled(kernel, arguments_of(dim), target, num_warps=warps) for kernel, warps in kernels]
+            found = [
+                compiled(kernel, arguments_of(dim, 64 * dim), target, num_warps=warps) for kernel, warps in kernels
+            ]
             if dim == 128:
-                arguments = arguments_of(dim) | {"pages": _PAGES}
+                arguments = arguments_of(dim, 2048) | {"pages": _PAGES}
                 found.append(compiled(convolve_tokens, arguments, target, num_warps=4))
             for kernel in found if isinstance(target, int) else ():
                 yield f"{kernel.metadata.name} {dim} {target}", code_of(kernel)

@@ -21,6 +21,8 @@ from infer.compute.backends.cuda.delta_net_inputs import (
     RECENT,
     DeltaNetBuffers,
     Gates,
+    NetSizes,
+    conv_inputs,
     delta_net_pages,
     multiply_keys,
     page_start,
@@ -37,23 +39,17 @@ from infer.compute.operands.weights import DeltaNetWeights
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def mix_runs(
-    pages, buffers, rows, positions, num_tokens,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, ARE_TILED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def mix_runs(pages, buffers, rows, positions, num_tokens, net, ARE_TILED: tl.constexpr, COLUMNS: tl.constexpr):
     """Store Sᵀq of a run's tokens for some columns of a head, u in place of v, and the pages' u and S."""
-    blocks: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    blocks: tl.constexpr = (net.VALUE_DIM + COLUMNS - 1) // COLUMNS
     head, block, run = tl.program_id(0) // blocks, tl.program_id(0) % blocks, buffers.runs + 2 * tl.program_id(1)
-    key_head = head % KEY_HEADS if ARE_TILED else head // (VALUE_HEADS // KEY_HEADS)
+    key_head = head % net.KEY_HEADS if ARE_TILED else head // (net.VALUE_HEADS // net.KEY_HEADS)
     first = tl.load(run)
     if first >= 0:
         end, row, start = tl.load(run + 1), tl.load(rows + first), tl.load(positions + first)
         j, columns = tl.arange(0, pages.TOKENS), block * COLUMNS + tl.arange(0, COLUMNS)
-        is_column, gates = columns < VALUE_DIM, head * num_tokens
-        state, updates, later, opening = _before(
-            pages, row, start, head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM, COLUMNS
-        )
+        is_column, gates = columns < net.VALUE_DIM, head * num_tokens
+        state, updates, later, opening = _before(pages, row, start, head, columns, net)
         for token in range(first, end):
             position = start + (token - first)
             place = (position % pages.TOKENS).to(tl.int32)
@@ -64,17 +60,17 @@ def mix_runs(
                 if position > 0:
                     state = _next_state(
                         state, pages, buffers, row, position, token, token - first, head, key_head, columns, gates,
-                        KEY_HEADS, KEY_DIM, KEY_SIZE, VALUE_HEADS, VALUE_DIM, COLUMNS,
+                        net, COLUMNS,
                     )  # fmt: skip
                 updates, later, opening = tl.zeros_like(updates), tl.zeros_like(later), log_alpha
                 if is_stored:
-                    at, is_there = _state_places(head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM)
+                    at, is_there = _state_places(head, columns, net)
                     tl.store(pages.states + page + at, state, mask=is_there)
             later = tl.where(j == place - 1, log_alpha, later)
-            k, q, line = token_of(buffers, token, key_head, KEY_HEADS, KEY_DIM, KEY_SIZE)
+            k, q, line = token_of(buffers, token, key_head, net)
             left, decays = tl.exp(opening + tl.sum(later)), tl.exp(tl.cumsum(later, reverse=True))
             shares = buffers.dots + line * pages.TOKENS + j
-            at = (tl.cast(token, tl.int64) * VALUE_HEADS + head) * VALUE_DIM + columns
+            at = (tl.cast(token, tl.int64) * net.VALUE_HEADS + head) * net.VALUE_DIM + columns
             v = tl.load(buffers.new_values + at, mask=is_column, other=0.0)
             u = beta * (v - _read(state, updates, k, left, tl.load(shares) * decays))
             updates = tl.where((j == place)[:, None], u[None, :], updates)
@@ -82,7 +78,7 @@ def mix_runs(
             tl.store(buffers.new_values + at, u, mask=is_column)
             tl.store(buffers.mixed + at, o, mask=is_column)
             if is_stored:
-                to = pages.updates + page + (head * pages.TOKENS + place) * VALUE_DIM + columns
+                to = pages.updates + page + (head * pages.TOKENS + place) * net.VALUE_DIM + columns
                 tl.store(to, u, mask=is_column)
 
 
@@ -93,17 +89,15 @@ def _read(state, updates, x, left, shares):
 
 
 @triton.jit
-def _state_places(head, columns, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr):
+def _state_places(head, columns, net):
     """Return the places of a head's columns in the states of a page, and which of them exist."""
-    i = tl.arange(0, KEY_SIZE)[:, None]
-    return (head * KEY_DIM + i) * VALUE_DIM + columns[None, :], (i < KEY_DIM) & (columns < VALUE_DIM)[None, :]
+    i = tl.arange(0, net.KEY_SIZE)[:, None]
+    is_there = (i < net.KEY_DIM) & (columns < net.VALUE_DIM)[None, :]
+    return (head * net.KEY_DIM + i) * net.VALUE_DIM + columns[None, :], is_there
 
 
 @triton.jit
-def _before(
-    pages, row, start, head, columns,
-    KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _before(pages, row, start, head, columns, net):
     """Return what the token before position `start` has left in its page: S at the page's start, u and log α.
 
     The first log α is apart, and element j of the others is that of the token at place j + 1. All are 0 before the
@@ -112,11 +106,11 @@ def _before(
     j, last = tl.arange(0, pages.TOKENS), tl.maximum(start - 1, 0)
     count = tl.where(start > 0, (last % pages.TOKENS).to(tl.int32) + 1, 0)
     page = page_start(pages, row, last // pages.TOKENS)
-    at, is_there = _state_places(head, columns, KEY_DIM, KEY_SIZE, VALUE_DIM)
-    is_there &= (columns < tl.where(start > 0, VALUE_DIM, 0))[None, :]
+    at, is_there = _state_places(head, columns, net)
+    is_there &= (columns < tl.where(start > 0, net.VALUE_DIM, 0))[None, :]
     state = tl.load(pages.states + page + at, mask=is_there, other=0.0)
-    at = (head * pages.TOKENS + j)[:, None] * VALUE_DIM + columns[None, :]
-    is_there = (j < count)[:, None] & (columns < VALUE_DIM)[None, :]
+    at = (head * pages.TOKENS + j)[:, None] * net.VALUE_DIM + columns[None, :]
+    is_there = (j < count)[:, None] & (columns < net.VALUE_DIM)[None, :]
     updates = tl.load(pages.updates + page + at, mask=is_there, other=0.0)
     decays = pages.decays + page + head * pages.TOKENS
     later = tl.load(decays + j + 1, mask=j + 1 < count, other=0.0)
@@ -125,30 +119,28 @@ def _before(
 
 @triton.jit
 def _next_state(
-    state, pages, buffers, row, position, token, num_before, head, key_head, columns, gates,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    state, pages, buffers, row, position, token, num_before, head, key_head, columns, gates, net, COLUMNS: tl.constexpr
+):
     """Return S before the first token of a page: e^G S + Σ_j e^{G − G_j} k_j u_jᵀ of the page before.
 
     The sum begins with the last token. The last `num_before` tokens before this one belong to the step.
     """
     tl.debug_barrier()  # the u of other threads can be read
-    added, total = tl.zeros((KEY_SIZE, COLUMNS), tl.float32), 0.0
-    i, is_column = tl.arange(0, KEY_SIZE), columns < VALUE_DIM
+    added, total = tl.zeros((net.KEY_SIZE, COLUMNS), tl.float32), 0.0
+    i, is_column = tl.arange(0, net.KEY_SIZE), columns < net.VALUE_DIM
     split = tl.minimum(num_before, pages.TOKENS)
     for back in range(split):
         earlier = tl.cast(token - 1 - back, tl.int64)
-        k, _, _ = token_of(buffers, earlier, key_head, KEY_HEADS, KEY_DIM, KEY_SIZE)
-        at = (earlier * VALUE_HEADS + head) * VALUE_DIM + columns
+        k, _, _ = token_of(buffers, earlier, key_head, net)
+        at = (earlier * net.VALUE_HEADS + head) * net.VALUE_DIM + columns
         added = _plus(added, k, tl.load(buffers.new_values + at, mask=is_column, other=0.0), total)
         total += tl.load(buffers.log_alphas + gates + earlier)
     page = page_start(pages, row, position // pages.TOKENS - 1)
     for back in range(split, pages.TOKENS):
         place = pages.TOKENS - 1 - back
-        at = (key_head * KEY_DIM + i) * pages.TOKENS + place
-        k = tl.load(pages.keys + page + at, mask=i < KEY_DIM, other=0.0)
-        at = (head * pages.TOKENS + place) * VALUE_DIM + columns
+        at = (key_head * net.KEY_DIM + i) * pages.TOKENS + place
+        k = tl.load(pages.keys + page + at, mask=i < net.KEY_DIM, other=0.0)
+        at = (head * pages.TOKENS + place) * net.VALUE_DIM + columns
         added = _plus(added, k, tl.load(pages.updates + page + at, mask=is_column, other=0.0), total)
         total += tl.load(pages.decays + page + head * pages.TOKENS + place)
     return state * tl.exp(total) + added
@@ -162,29 +154,26 @@ def _plus(added, k, u, total):
 
 
 @triton.jit
-def gate_heads(
-    mixed, z, width, weight, eps, out, left, rows,
-    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, HEADS: tl.constexpr,
-    LEAVES: tl.constexpr,
-):  # fmt: skip
+def gate_heads(mixed, z, width, weight, eps, out, left, rows, net, HEADS: tl.constexpr, LEAVES: tl.constexpr):
     """Store norm(o) × silu(z) of some heads of a token. A padding token gets NaN."""
     token = tl.program_id(0).to(tl.int64)
-    heads, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, VALUE_SIZE)
-    at, is_there = heads[:, None] * VALUE_DIM + i[None, :], (heads < VALUE_HEADS)[:, None] & (i < VALUE_DIM)[None, :]
-    value = tl.full((HEADS, VALUE_SIZE), float("nan"), tl.float32)
+    heads, i = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, net.VALUE_SIZE)
+    at = heads[:, None] * net.VALUE_DIM + i[None, :]
+    is_there = (heads < net.VALUE_HEADS)[:, None] & (i < net.VALUE_DIM)[None, :]
+    value = tl.full((HEADS, net.VALUE_SIZE), float("nan"), tl.float32)
     if tl.load(rows + token) >= 0:
-        o = tl.load(mixed + token * (VALUE_HEADS * VALUE_DIM) + at, mask=is_there, other=0.0)
-        factor = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / VALUE_DIM + eps)
+        o = tl.load(mixed + token * (net.VALUE_HEADS * net.VALUE_DIM) + at, mask=is_there, other=0.0)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / net.VALUE_DIM + eps)
         gate = tl.load(z + token * width + at, mask=is_there, other=0.0)
-        scale = tl.load(weight + i, mask=i < VALUE_DIM, other=0.0)
+        scale = tl.load(weight + i, mask=i < net.VALUE_DIM, other=0.0)
         value = o * factor[:, None] * scale[None, :] * (gate * sigmoid(gate))
-    tl.store(out + token * (VALUE_HEADS * VALUE_DIM) + at, value, mask=is_there)
+    tl.store(out + token * (net.VALUE_HEADS * net.VALUE_DIM) + at, value, mask=is_there)
     if LEAVES:
-        count: tl.constexpr = HEADS * VALUE_SIZE // 32
-        per_token: tl.constexpr = VALUE_HEADS * VALUE_DIM // 32
-        block = tl.arange(0, VALUE_SIZE // 32)
-        blocks = tl.reshape(heads[:, None] * (VALUE_DIM // 32) + block[None, :], (count,))
-        is_block = tl.reshape((heads < VALUE_HEADS)[:, None] & (block < VALUE_DIM // 32)[None, :], (count,))
+        count: tl.constexpr = HEADS * net.VALUE_SIZE // 32
+        per_token: tl.constexpr = net.VALUE_HEADS * net.VALUE_DIM // 32
+        block = tl.arange(0, net.VALUE_SIZE // 32)
+        blocks = tl.reshape(heads[:, None] * (net.VALUE_DIM // 32) + block[None, :], (count,))
+        is_block = tl.reshape((heads < net.VALUE_HEADS)[:, None] & (block < net.VALUE_DIM // 32)[None, :], (count,))
         value = tl.reshape(value, (count, 32))
         store_quantized(left, value, token + blocks * 0, blocks, per_token, is_block, LEAVES, count)
 
@@ -204,24 +193,22 @@ def gated_delta_net(projected: Activations, weights: DeltaNetWeights, layer: Del
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     if not num_tokens:
         return Activations(out.flatten(1), Twin(planes, left))
-    keys = {"KEY_HEADS": net.num_key_heads, "KEY_DIM": net.key_dim, "KEY_SIZE": triton.next_power_of_2(net.key_dim)}
-    values = {"VALUE_HEADS": heads, "VALUE_DIM": net.value_dim}
-    value_size, tokens = triton.next_power_of_2(net.value_dim), (step.rows, step.positions)
+    sizes, tokens = _sizes(net), (step.rows, step.positions)
+    key_size, value_size = sizes.KEY_SIZE.value, sizes.VALUE_SIZE.value
     prepare_tokens[num_tokens + 1, net.num_key_heads + heads](
-        x, x.stride(0), weights.taps, _gates(weights), pages, buffers, *tokens, len(buffers.runs),
-        **keys, **values, VALUE_SIZE=value_size, NUM_TAPS=net.num_taps, num_warps=4, **EXACT,
+        conv_inputs(x, weights.taps, step), _gates(weights), pages, buffers, len(buffers.runs), sizes, num_warps=4,
+        **EXACT,
     )  # fmt: skip
     multiply_keys[num_tokens, net.num_key_heads](
-        pages, buffers, *tokens, num_tokens, **keys, TILE=TILE, num_warps=max(4, keys["KEY_SIZE"] // 32), **EXACT
+        pages, buffers, *tokens, num_tokens, sizes, TILE=TILE, num_warps=max(4, key_size // 32), **EXACT
     )
     columns = min(COLUMNS, value_size)
     mix_runs[heads * triton.cdiv(net.value_dim, columns), len(buffers.runs)](
-        pages, buffers, *tokens, num_tokens, **keys, **values,
-        ARE_TILED=net.are_heads_tiled, COLUMNS=columns, num_warps=1, **EXACT,
-    )  # fmt: skip
+        pages, buffers, *tokens, num_tokens, sizes, ARE_TILED=net.are_heads_tiled, COLUMNS=columns, num_warps=1, **EXACT
+    )
     gate_heads[num_tokens, triton.cdiv(heads, HEADS)](
-        buffers.mixed, x[:, net.num_channels :], x.stride(0), norm.weight, norm.eps, out, to, step.rows,
-        **values, VALUE_SIZE=value_size, HEADS=HEADS, LEAVES=leaves, num_warps=4, **EXACT,
+        buffers.mixed, x[:, net.num_channels :], x.stride(0), norm.weight, norm.eps, out, to, step.rows, sizes,
+        HEADS=HEADS, LEAVES=leaves, num_warps=4, **EXACT,
     )  # fmt: skip
     return Activations(out.flatten(1), Twin(planes, left))
 
@@ -245,3 +232,9 @@ def _buffers(net: GatedDeltaNet, num_tokens: int, layer: DeltaNetCache, device: 
 def _gates(weights: DeltaNetWeights) -> Gates:
     net = weights.net
     return Gates(weights.dt_bias, weights.decay, float(net.beta_scale), net.key_dim**-0.5)
+
+
+def _sizes(net: GatedDeltaNet) -> NetSizes:
+    key_size, value_size = map(triton.next_power_of_2, (net.key_dim, net.value_dim))
+    sizes = net.num_key_heads, net.key_dim, key_size, net.num_value_heads, net.value_dim, value_size
+    return NetSizes(*map(tl.constexpr, sizes))

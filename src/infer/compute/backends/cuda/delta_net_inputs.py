@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from infer.compute.backends.cuda.activations import Quantized, Twin, room_for, store_quantized, twin_of
 from infer.compute.backends.cuda.epilogue import sigmoid, softplus
@@ -54,10 +55,27 @@ class DeltaNetPages(NamedTuple):
     decays: Any
 
 
+class ConvInputs(NamedTuple):
+    """Inputs of the convolutions of a step. Those of a token are its first CHANNELS columns of `projected`."""
+
+    projected: Any  # [tokens, width]
+    width: Any
+    taps: Any  # [taps, CHANNELS]
+    rows: Any
+    positions: Any
+    CHANNELS: tl.constexpr
+    NUM_TAPS: tl.constexpr
+
+
 def conv_pages(layer: ConvCache | DeltaNetCache) -> ConvPages:
     pages = layer.pages
     page_tokens = tl.constexpr(pages.page_tokens)
     return ConvPages(layer.inputs, layer.inputs.stride(0), pages.table, pages.table.stride(0), page_tokens)
+
+
+def conv_inputs(x: Tensor, taps: Tensor, step: Step) -> ConvInputs:
+    num_taps, channels = map(tl.constexpr, taps.shape)
+    return ConvInputs(x, x.stride(0), taps, step.rows, step.positions, channels, num_taps)
 
 
 def delta_net_pages(layer: DeltaNetCache) -> DeltaNetPages:
@@ -81,38 +99,31 @@ def is_kept(pages, rows, token, row, position, num_tokens):
 
 
 @triton.jit
-def convolved(
-    projected, width, pages, taps, total, rows, token, row, position, first, i, end,
-    CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr, IS_GATED: tl.constexpr,
-):  # fmt: skip
-    """Return total + the convolution of channels first + i for i < end, and the token's own inputs.
+def convolved(inputs, pages, total, token, row, position, first, i, end, is_stored, IS_GATED: tl.constexpr):
+    """Return total + the convolution of channels first + i for i < end. If `is_stored`, store the token's own inputs.
 
-    A token's inputs are its first `CHANNELS` columns of `projected`. With IS_GATED, the third `CHANNELS` columns
-    multiply them.
+    With IS_GATED, the third CHANNELS columns multiply the inputs.
     """
     channels = first + i
     own = total
-    for tap in tl.static_range(NUM_TAPS):
-        back = NUM_TAPS - 1 - tap
-        is_in_step = (token >= back) & (tl.load(rows + tl.maximum(token - back, 0)) == row)
-        source, is_read = projected + (token - back) * width + channels, i < tl.where(is_in_step, end, 0)
+    for tap in tl.static_range(inputs.NUM_TAPS):
+        back = inputs.NUM_TAPS - 1 - tap
+        is_in_step = (token >= back) & (tl.load(inputs.rows + tl.maximum(token - back, 0)) == row)
+        source, is_read = inputs.projected + (token - back) * inputs.width + channels, i < tl.where(is_in_step, end, 0)
         value = tl.load(source, mask=is_read, other=0.0)
         if IS_GATED:
-            value *= tl.load(source + 2 * CHANNELS, mask=is_read, other=0.0)
+            value *= tl.load(source + 2 * inputs.CHANNELS, mask=is_read, other=0.0)
         if back > 0:
             earlier = tl.maximum(position - back, 0)
-            at = page_start(pages, row, earlier // pages.TOKENS) + earlier % pages.TOKENS * CHANNELS
+            at = page_start(pages, row, earlier // pages.TOKENS) + earlier % pages.TOKENS * inputs.CHANNELS
             is_read = i < tl.where(is_in_step | (position < back), 0, end)
             value += tl.load(pages.inputs + at + channels, mask=is_read, other=0.0)
-        total = tl.fma(tl.load(taps + tap * CHANNELS + channels, mask=i < end, other=0.0), value, total)
+        total = tl.fma(tl.load(inputs.taps + tap * inputs.CHANNELS + channels, mask=i < end, other=0.0), value, total)
         own = value
-    return total, own
-
-
-@triton.jit
-def store_input(pages, row, position, first, i, end, value, CHANNELS: tl.constexpr):
-    at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS * CHANNELS
-    tl.store(pages.inputs + at + first + i, value, mask=i < end)
+    if is_stored:
+        at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS * inputs.CHANNELS
+        tl.store(pages.inputs + at + first + i, own, mask=i < end)
+    return total
 
 
 _EPS = tl.constexpr(1e-6)  # of the norms of q and k
@@ -138,33 +149,33 @@ class Gates(NamedTuple):
     query_scale: Any
 
 
+class NetSizes(NamedTuple):
+    """Sizes of a net, as constants. SIZE is a dimension rounded up to a power of 2."""
+
+    KEY_HEADS: tl.constexpr
+    KEY_DIM: tl.constexpr
+    KEY_SIZE: tl.constexpr
+    VALUE_HEADS: tl.constexpr
+    VALUE_DIM: tl.constexpr
+    VALUE_SIZE: tl.constexpr
+
+
 @triton.jit(do_not_specialize=["num_runs"])
-def prepare_tokens(
-    projected, width, taps, gates, pages, buffers, rows, positions, num_runs,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_SIZE: tl.constexpr, NUM_TAPS: tl.constexpr,
-):  # fmt: skip
+def prepare_tokens(inputs, gates, pages, buffers, num_runs, net):
     """Prepare one head of one token. Programs of index 0 have no token, and one of them lists the runs."""
     index, head = tl.program_id(0), tl.program_id(1)
     token, num_tokens = tl.maximum(index - 1, 0).to(tl.int64), tl.num_programs(0) - 1
-    row, position = tl.load(rows + token), tl.load(positions + token)
+    row, position = tl.load(inputs.rows + token), tl.load(inputs.positions + token)
     if index == 0:
         if head == 0:
-            _list_runs(buffers.runs, rows, num_tokens, num_runs)
+            _list_runs(buffers.runs, inputs.rows, num_tokens, num_runs)
     elif row >= 0:
-        is_stored = is_kept(pages, rows, token, row, position, num_tokens)
-        channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-        if head < KEY_HEADS:
-            _prepare_key(
-                projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored,
-                channels, KEY_HEADS, KEY_DIM, KEY_SIZE, NUM_TAPS,
-            )  # fmt: skip
+        is_stored = is_kept(pages, inputs.rows, token, row, position, num_tokens)
+        if head < net.KEY_HEADS:
+            _prepare_key(inputs, gates, pages, buffers, token, row, position, head, is_stored, net)
         else:
-            first: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
-            _prepare_value(
-                projected, width, taps, gates, pages, buffers, rows, token, row, position, head - KEY_HEADS, is_stored,
-                num_tokens, first, channels, VALUE_HEADS, VALUE_DIM, VALUE_SIZE, NUM_TAPS,
-            )  # fmt: skip
+            own = head - net.KEY_HEADS
+            _prepare_value(inputs, gates, pages, buffers, token, row, position, own, is_stored, num_tokens, net)
 
 
 @triton.jit
@@ -187,32 +198,18 @@ def _list_runs(runs, rows, num_tokens, num_runs):
 
 
 @triton.jit
-def _prepare_key(
-    projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored,
-    CHANNELS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr,
-    NUM_TAPS: tl.constexpr,
-):  # fmt: skip
+def _prepare_key(inputs, gates, pages, buffers, token, row, position, head, is_stored, net):
     """Store q / (|q| √dim) and k / |k|, and k in the page."""
-    i, first = tl.arange(0, KEY_SIZE), head * KEY_DIM
-    to = buffers.keys_queries + (token * KEY_HEADS + head) * (2 * KEY_DIM) + i
-    q, inputs = convolved(
-        projected, width, pages, taps, tl.zeros((KEY_SIZE,), tl.float32), rows, token, row, position, first, i, KEY_DIM,
-        CHANNELS, NUM_TAPS, False,
-    )  # fmt: skip
+    i, first, zeros = tl.arange(0, net.KEY_SIZE), head * net.KEY_DIM, tl.zeros((net.KEY_SIZE,), tl.float32)
+    to = buffers.keys_queries + (token * net.KEY_HEADS + head) * (2 * net.KEY_DIM) + i
+    q = convolved(inputs, pages, zeros, token, row, position, first, i, net.KEY_DIM, is_stored, False)
+    tl.store(to + net.KEY_DIM, _unit(q) * gates.query_scale, mask=i < net.KEY_DIM)
+    first += net.KEY_HEADS * net.KEY_DIM
+    k = _unit(convolved(inputs, pages, zeros, token, row, position, first, i, net.KEY_DIM, is_stored, False))
+    tl.store(to, k, mask=i < net.KEY_DIM)
     if is_stored:
-        store_input(pages, row, position, first, i, KEY_DIM, inputs, CHANNELS)
-    tl.store(to + KEY_DIM, _unit(q) * gates.query_scale, mask=i < KEY_DIM)
-    first += KEY_HEADS * KEY_DIM
-    k, inputs = convolved(
-        projected, width, pages, taps, tl.zeros((KEY_SIZE,), tl.float32), rows, token, row, position, first, i, KEY_DIM,
-        CHANNELS, NUM_TAPS, False,
-    )  # fmt: skip
-    k = _unit(k)
-    tl.store(to, k, mask=i < KEY_DIM)
-    if is_stored:
-        store_input(pages, row, position, first, i, KEY_DIM, inputs, CHANNELS)
         at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS
-        tl.store(pages.keys + at + (head * KEY_DIM + i) * pages.TOKENS, k, mask=i < KEY_DIM)
+        tl.store(pages.keys + at + (head * net.KEY_DIM + i) * pages.TOKENS, k, mask=i < net.KEY_DIM)
 
 
 @triton.jit
@@ -223,34 +220,25 @@ def _unit(x):
 
 
 @triton.jit
-def _prepare_value(
-    projected, width, taps, gates, pages, buffers, rows, token, row, position, head, is_stored, num_tokens,
-    FIRST: tl.constexpr, CHANNELS: tl.constexpr, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_SIZE: tl.constexpr, NUM_TAPS: tl.constexpr,
-):  # fmt: skip
+def _prepare_value(inputs, gates, pages, buffers, token, row, position, head, is_stored, num_tokens, net):
     """Store v, log α and β, and log α in the page."""
-    i, first = tl.arange(0, VALUE_SIZE), FIRST + head * VALUE_DIM
-    v, inputs = convolved(
-        projected, width, pages, taps, tl.zeros((VALUE_SIZE,), tl.float32), rows, token, row, position, first, i,
-        VALUE_DIM, CHANNELS, NUM_TAPS, False,
-    )  # fmt: skip
-    tl.store(buffers.new_values + (token * VALUE_HEADS + head) * VALUE_DIM + i, v * sigmoid(v), mask=i < VALUE_DIM)
-    gate = projected + token * width + CHANNELS + VALUE_HEADS * VALUE_DIM + head
+    i, zeros = tl.arange(0, net.VALUE_SIZE), tl.zeros((net.VALUE_SIZE,), tl.float32)
+    first = 2 * net.KEY_HEADS * net.KEY_DIM + head * net.VALUE_DIM
+    v = convolved(inputs, pages, zeros, token, row, position, first, i, net.VALUE_DIM, is_stored, False)
+    to = buffers.new_values + (token * net.VALUE_HEADS + head) * net.VALUE_DIM + i
+    tl.store(to, v * sigmoid(v), mask=i < net.VALUE_DIM)
+    gate = inputs.projected + token * inputs.width + inputs.CHANNELS + net.VALUE_HEADS * net.VALUE_DIM + head
     beta = sigmoid(tl.load(gate)) * gates.beta_scale
-    log_alpha = tl.load(gates.decay + head) * softplus(tl.load(gate + VALUE_HEADS) + tl.load(gates.dt_bias + head))
+    log_alpha = tl.load(gates.decay + head) * softplus(tl.load(gate + net.VALUE_HEADS) + tl.load(gates.dt_bias + head))
     tl.store(buffers.betas + head * num_tokens + token, beta)
     tl.store(buffers.log_alphas + head * num_tokens + token, log_alpha)
     if is_stored:
-        store_input(pages, row, position, first, i, VALUE_DIM, inputs, CHANNELS)
         at = page_start(pages, row, position // pages.TOKENS) + position % pages.TOKENS
         tl.store(pages.decays + at + head * pages.TOKENS, log_alpha)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def multiply_keys(
-    pages, buffers, rows, positions, num_tokens,
-    KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def multiply_keys(pages, buffers, rows, positions, num_tokens, net, TILE: tl.constexpr):
     """Multiply k and q of up to TILE tokens with the keys of their page, for one key head.
 
     Tiles begin at multiples of TILE in positions. A program whose token does not begin a tile has no work. A product is
@@ -261,33 +249,33 @@ def multiply_keys(
     before = tl.load(rows + tl.maximum(first - 1, 0))
     place = (position % pages.TOKENS).to(tl.int32)
     if (row >= 0) & ((first == 0) | (before != row) | (place % TILE == 0)):
-        i, j = tl.arange(0, KEY_SIZE)[:, None], tl.arange(0, pages.TOKENS)
+        i, j = tl.arange(0, net.KEY_SIZE)[:, None], tl.arange(0, pages.TOKENS)
         count = TILE - place % TILE
         source = first - place + j
         is_token = (source >= 0) & (source < num_tokens) & (j < place + count)
         is_in_step = tl.load(rows + source, mask=is_token, other=-1) == row
-        at = (source.to(tl.int64) * KEY_HEADS + head) * (2 * KEY_DIM)
-        keys = tl.load(buffers.keys_queries + at[None, :] + i, mask=is_in_step[None, :] & (i < KEY_DIM), other=0.0)
-        at = page_start(pages, row, position // pages.TOKENS) + (head * KEY_DIM + i) * pages.TOKENS
+        at = (source.to(tl.int64) * net.KEY_HEADS + head) * (2 * net.KEY_DIM)
+        keys = tl.load(buffers.keys_queries + at[None, :] + i, mask=is_in_step[None, :] & (i < net.KEY_DIM), other=0.0)
+        at = page_start(pages, row, position // pages.TOKENS) + (head * net.KEY_DIM + i) * pages.TOKENS
         is_earlier = (is_in_step == 0) & (j < place)
-        keys += tl.load(pages.keys + at + j[None, :], mask=is_earlier[None, :] & (i < KEY_DIM), other=0.0)
+        keys += tl.load(pages.keys + at + j[None, :], mask=is_earlier[None, :] & (i < net.KEY_DIM), other=0.0)
         for token in range(first, tl.minimum(first + count, num_tokens)):
             if tl.load(rows + token) == row:
                 own = place + token - first
-                k, q, to = token_of(buffers, token, head, KEY_HEADS, KEY_DIM, KEY_SIZE)
+                k, q, to = token_of(buffers, token, head, net)
                 to = buffers.dots + to * pages.TOKENS + j
                 tl.store(to, tl.where(j < own, tl.sum(keys * k[:, None], axis=0), 0.0))
                 tl.store(to + pages.TOKENS, tl.where(j <= own, tl.sum(keys * q[:, None], axis=0), 0.0))
 
 
 @triton.jit
-def token_of(buffers, token, head, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr):
+def token_of(buffers, token, head, net):
     """Return k and q of a token's key head, and the number of vectors before its own in the buffers."""
-    i = tl.arange(0, KEY_SIZE)
-    line = (tl.cast(token, tl.int64) * KEY_HEADS + head) * 2
-    at = buffers.keys_queries + line * KEY_DIM + i
-    k = tl.load(at, mask=i < KEY_DIM, other=0.0)
-    return k, tl.load(at + KEY_DIM, mask=i < KEY_DIM, other=0.0), line
+    i = tl.arange(0, net.KEY_SIZE)
+    line = (tl.cast(token, tl.int64) * net.KEY_HEADS + head) * 2
+    at = buffers.keys_queries + line * net.KEY_DIM + i
+    k = tl.load(at, mask=i < net.KEY_DIM, other=0.0)
+    return k, tl.load(at + net.KEY_DIM, mask=i < net.KEY_DIM, other=0.0), line
 
 
 _BLOCKS = 32 if triton.knobs.runtime.interpret else 8  # of 32 channels, that a program has
@@ -295,25 +283,22 @@ _BLOCKS = 32 if triton.knobs.runtime.interpret else 8  # of 32 channels, that a 
 
 def short_conv(projected: Activations, weights: ConvWeights, layer: ConvCache, step: Step) -> Activations:
     x, taps, planes = projected.floats, weights.taps, twin_of(projected).planes
-    num_taps, channels = taps.shape
+    channels = taps.shape[1]
     out = torch.empty(len(x), channels, device=x.device)
     left = room_for(out, planes)
     to, leaves = (Quantized(out, out, out), 0) if left is None else (left.in_bytes(), planes)
     if len(x):
         convolve_tokens[len(x), triton.cdiv(channels, 32 * _BLOCKS)](
-            x, x.stride(0), taps, taps if weights.bias is None else weights.bias, conv_pages(layer), out, to,
-            step.rows, step.positions, len(x),
-            CHANNELS=channels, NUM_TAPS=num_taps, HAS_BIAS=weights.bias is not None, LEAVES=leaves, BLOCKS=_BLOCKS,
-            num_warps=4, **EXACT,
+            conv_inputs(x, taps, step), taps if weights.bias is None else weights.bias, conv_pages(layer), out, to,
+            len(x), HAS_BIAS=weights.bias is not None, LEAVES=leaves, BLOCKS=_BLOCKS, num_warps=4, **EXACT,
         )  # fmt: skip
     return Activations(out, Twin(planes, left))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def convolve_tokens(
-    projected, width, taps, bias, pages, out, left, rows, positions, num_tokens,
-    CHANNELS: tl.constexpr, NUM_TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    inputs, bias, pages, out, left, num_tokens, HAS_BIAS: tl.constexpr, LEAVES: tl.constexpr, BLOCKS: tl.constexpr
+):
     """Store C × conv(B × u) for some channels of a token, and its B × u in the cache.
 
     A program has 32 × BLOCKS channels of one token. It reads `projected` [tokens, width] of B, C and u, and cached
@@ -322,21 +307,19 @@ def convolve_tokens(
     """
     token = tl.program_id(0).to(tl.int64)
     first, i = tl.program_id(1) * (BLOCKS * 32), tl.arange(0, BLOCKS * 32)
-    channels, end = first + i, CHANNELS - first
-    mask, row, position = i < end, tl.load(rows + token), tl.load(positions + token)
+    channels, end = first + i, inputs.CHANNELS - first
+    mask, row, position = i < end, tl.load(inputs.rows + token), tl.load(inputs.positions + token)
     value = tl.full((BLOCKS * 32,), float("nan"), tl.float32)
     if row >= 0:
         total = tl.zeros((BLOCKS * 32,), tl.float32)
         if HAS_BIAS:
             total = tl.load(bias + channels, mask=mask, other=0.0)
-        total, own = convolved(
-            projected, width, pages, taps, total, rows, token, row, position, first, i, end, CHANNELS, NUM_TAPS, True
-        )
-        value = tl.load(projected + token * width + CHANNELS + channels, mask=mask, other=0.0) * total
-        if is_kept(pages, rows, token, row, position, num_tokens):
-            store_input(pages, row, position, first, i, end, own, CHANNELS)
-    tl.store(out + token * CHANNELS + channels, value, mask=mask)
+        is_stored = is_kept(pages, inputs.rows, token, row, position, num_tokens)
+        total = convolved(inputs, pages, total, token, row, position, first, i, end, is_stored, True)
+        gates = inputs.projected + token * inputs.width + inputs.CHANNELS
+        value = tl.load(gates + channels, mask=mask, other=0.0) * total
+    tl.store(out + token * inputs.CHANNELS + channels, value, mask=mask)
     if LEAVES:
-        blocks, num_blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), CHANNELS // 32
+        blocks, num_blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), inputs.CHANNELS // 32
         value = tl.reshape(value, (BLOCKS, 32))
         store_quantized(left, value, token + blocks * 0, blocks, num_blocks, blocks < num_blocks, LEAVES, BLOCKS)

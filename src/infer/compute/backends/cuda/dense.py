@@ -95,7 +95,9 @@ def dense(
     mask = (tokens <= last_token)[None, :] & (rows <= last_row)[:, None]
     store(y, first_token * y.stride + first_row, tokens[None, :] * y.stride + rows[:, None], sums, mask)
     if LEAVES:
-        _store_planes(left, sums, first_token, first_row, num_rows, last_token, last_row, PLANES, TOKENS, ROWS)
+        to = left.codes + first_token * (NUM_PLANES * num_rows) + first_row
+        scales = left.scales + first_token * (num_rows // 32) + first_row // 32
+        store_tile(to, scales, sums, tokens, tokens <= last_token, num_rows, last_row, PLANES, TOKENS, ROWS)
 
 
 @triton.jit
@@ -139,23 +141,22 @@ def weight_sums(
 
 
 @triton.jit
-def _store_planes(
-    left, value, first_token, first_row, num_rows, last_token, last_row,
+def store_tile(
+    codes, scales, value, tokens, is_token, num_rows, last_row,
     PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store value [ROWS, TOKENS], of which the rows are the next product's inputs, in planes."""
-    tokens, rows = tl.arange(0, TOKENS)[None, :], tl.arange(0, ROWS)[:, None]
-    mask = (tokens <= last_token) & (rows <= last_row)
-    if PLANES == BF16_PLANES:
-        codes = left.codes + first_token * (3 * num_rows) + first_row
-        store_planes(codes, value, tokens, rows, num_rows, mask, PLANES)
-    else:
+    """Store value [ROWS, TOKENS], of which the rows are the next product's inputs, in planes.
+
+    `codes` and `scales` point to the first row of token 0. Rows after `last_row`, counted in the tile, do not exist.
+    """
+    rows = tl.arange(0, ROWS)
+    if PLANES == F16_PLANES:
         count: tl.constexpr = ROWS // 32
         value, scale = lifted(tl.reshape(value, (count, 32, TOKENS)), 1)
         value = tl.reshape(value, (ROWS, TOKENS))
-        codes = left.codes + first_token * (2 * num_rows) + first_row
-        store_planes(codes, value, tokens, rows, num_rows, mask, PLANES)
-        blocks, num_blocks = tl.arange(0, count)[:, None], num_rows // 32
-        mask = (tokens <= last_token) & (blocks <= last_row // 32)
-        to = left.scales + first_token * num_blocks + first_row // 32 + tokens * num_blocks + blocks
-        tl.store(to, tl.reshape(scale, (count, TOKENS)), mask=mask)
+        blocks, num_blocks = tl.arange(0, count), num_rows // 32
+        is_block = is_token[None, :] & (blocks <= last_row // 32)[:, None]
+        to = scales + tokens[None, :] * num_blocks + blocks[:, None]
+        tl.store(to, tl.reshape(scale, (count, TOKENS)), mask=is_block)
+    mask = is_token[None, :] & (rows <= last_row)[:, None]
+    store_planes(codes, value, tokens[None, :], rows[:, None], num_rows, mask, PLANES)

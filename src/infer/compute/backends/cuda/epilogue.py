@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 class Output(NamedTuple):
@@ -19,6 +20,19 @@ class Output(NamedTuple):
     HAS_SOFTCAP: tl.constexpr
     ACTIVATION: tl.constexpr  # of the product itself, if it has no gate; or ""
     curve: Any  # the four values of xIELU; `out` for other activations
+
+    @classmethod
+    def of(
+        cls, y: Tensor, num_rows: int, bias: Tensor | None, *,
+        add: bool = False, softcap: float | None = None, activation: str = "", curve: Tensor | None = None,
+    ) -> "Output":  # fmt: skip
+        """Return the first `num_rows` columns of y as a target. `bias` begins with that of the first column."""
+        return cls(
+            y, y.stride(0), num_rows, y if bias is None else bias, softcap or 0.0,
+            HAS_BIAS=tl.constexpr(bias is not None), ADD=tl.constexpr(add),
+            HAS_SOFTCAP=tl.constexpr(softcap is not None), ACTIVATION=tl.constexpr(activation),
+            curve=y if curve is None else curve,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -26,18 +26,19 @@ _COMPARED = tl.constexpr(8192)  # numbers of a tile and of an expert that are co
 INFINITY = tl.constexpr(float("inf"))
 
 
-class Choice(NamedTuple):
-    """The experts that some tokens have chosen."""
-
-    experts: Tensor  # int32 [tokens, chosen]; −1 for the experts of a token that is NaN
-    weights: Tensor  # float32 [tokens, chosen]
-
-
 class Tiles(NamedTuple):
     """Pairs by expert, in tiles. The last tile of an expert may have fewer pairs."""
 
     experts: Any  # int32 [tiles], −1 for an unused tile
     pairs: Any  # int32 [tiles, TILE], −1 for an unused place
+
+
+class Choice(NamedTuple):
+    """The experts that some tokens have chosen."""
+
+    experts: Tensor  # int32 [tokens, chosen]; −1 for the experts of a token that is NaN
+    weights: Tensor  # float32 [tokens, chosen]
+    tiles: Tiles | None = None  # None: each pair has programs of its own
 
 
 def choose(

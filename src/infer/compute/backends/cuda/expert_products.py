@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from infer.compute.backends.cuda.activations import F16_PLANES, lifted, store_planes, store_quantized
-from infer.compute.backends.cuda.dense import weight_sums
+from infer.compute.backends.cuda.activations import store_quantized
+from infer.compute.backends.cuda.dense import store_tile, weight_sums
 from infer.compute.backends.cuda.epilogue import biased, gated, sigmoid, store
 from infer.compute.backends.cuda.matmul import row_sums, tile_sums
 
@@ -114,7 +114,8 @@ def expert_dense(
         mask = (pairs >= 0)[None, :] & (first_row + rows < num_rows)[:, None]
         store(y, first_row, pairs[None, :] * y.stride + rows[:, None], sums, mask)
         if LEAVES:
-            _store_planes(left, sums, pairs, first_row, num_rows, mask, PLANES, TOKENS, ROWS)
+            codes, scales, last_row = left.codes + first_row, left.scales + first_row // 32, num_rows - 1 - first_row
+            store_tile(codes, scales, sums, pairs, pairs >= 0, num_rows, last_row, PLANES, TOKENS, ROWS)
 
 
 @triton.jit
@@ -122,21 +123,6 @@ def _with_up_bias(value, stacks, y, rows):
     if y.HAS_BIAS:
         value += tl.load(stacks.up_bias + rows)
     return value
-
-
-@triton.jit
-def _store_planes(
-    left, value, pairs, first_row, num_rows, mask, PLANES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr
-):
-    if PLANES == F16_PLANES:
-        count: tl.constexpr = ROWS // 32
-        value, scale = lifted(tl.reshape(value, (count, 32, TOKENS)), 1)
-        value = tl.reshape(value, (ROWS, TOKENS))
-        blocks, num_blocks = first_row // 32 + tl.arange(0, count)[:, None], num_rows // 32
-        is_block = (pairs >= 0)[None, :] & (blocks < num_blocks)
-        tl.store(left.scales + pairs[None, :] * num_blocks + blocks, tl.reshape(scale, (count, TOKENS)), mask=is_block)
-    rows = first_row + tl.arange(0, ROWS)
-    store_planes(left.codes, value, pairs[None, :], rows[:, None], num_rows, mask, PLANES)
 
 
 @triton.jit

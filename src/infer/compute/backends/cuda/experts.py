@@ -11,25 +11,25 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from infer.compute.backends.cuda.activations import NUM_PLANES, Quantized, normalize, room_for
+from infer.compute.backends.cuda.activations import Quantized, normalize, room_for
 from infer.compute.backends.cuda.blocks import matrix_of
-from infer.compute.backends.cuda.dense import DEPTHS, FEW, TILES, num_stages
+from infer.compute.backends.cuda.dense import FEW, TILES
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.expert_choice import TILE, Choice, Tiles, choose, tiles_of
 from infer.compute.backends.cuda.expert_products import Stacks, add_pairs, expert_dense, expert_matmul, expert_matvec
-from infer.compute.backends.cuda.layouts import BLOCK, PackedWeight
+from infer.compute.backends.cuda.layouts import BLOCK, Layout, PackedWeight
 from infer.compute.backends.cuda.matmul import num_lanes
 from infer.compute.backends.cuda.projection import (
     BLOCK_TILE,
-    FORMS,
     HAS_DP4A,
     MATMUL_TILE,
     MATVEC_TILE,
     add_result,
+    dense_constants,
+    form_of,
     in_form,
     multiply,
     norm_gate,
-    shared_bytes,
 )
 from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.backends.gpu_memory import MOST_PAIRS
@@ -40,13 +40,6 @@ from infer.compute.operands.weights import ExpertWeights, Norm, Projection, Shar
 
 FEW_PAIRS = 4  # per expert, up to which a program has one pair
 _SUM_BLOCK = 1024  # columns that a program of `add_pairs` sums
-
-
-class Pairs(NamedTuple):
-    """The pairs of some tokens, in the form that products take. `tiles` is made when it is first needed."""
-
-    choice: Choice
-    tiles: Tiles | None  # None: each pair has programs of its own, unless weights are floats
 
 
 class Input(NamedTuple):
@@ -92,7 +85,7 @@ def _add_some(
     )
     logits = torch.empty(len(x), router.num_experts, device=x.device)
     multiply(Activations(router_x), None, experts.router_logits, logits, has_few_rows=True)
-    form = 0 if router.weighs_inputs else _form(experts.gate.parts[0])
+    form = 0 if router.weighs_inputs else form_of(experts.gate.parts[0])
     choice, made = choose(logits, router, experts.correction, experts.expert_scales, x, form)
     given = Input(x, router.num_chosen, {} if made is None else {form: made})
     if router.weighs_inputs:
@@ -117,28 +110,29 @@ def _results(given: Input, experts: ExpertWeights, choice: Choice) -> Float[Tens
     """Return down(activation(gate(x)) × up(x)) of each pair."""
     gate, up, down, count = experts.gate, experts.up, experts.down, experts.router.num_experts
     num_pairs, hidden = choice.experts.numel(), gate.out_features // count
-    has_tiles = num_pairs > FEW_PAIRS * count or any(map(_is_float, (*gate.parts, *up.parts, *down.parts)))
-    pairs = Pairs(choice, tiles_of(choice, count) if has_tiles else None)
+    layouts = _layouts(gate) + _layouts(up) + _layouts(down)
+    if num_pairs > FEW_PAIRS * count or any(layout.is_float for layout in layouts):
+        choice = choice._replace(tiles=tiles_of(choice, count))
     inner = torch.empty(num_pairs, hidden, device=given.floats.device)
     forms = dict[int, Quantized]()
-    if len(gate.parts) == len(up.parts) == 1 and _layout(gate) == _layout(up):
-        left = room_for(inner, _form(gate.parts[0])) if gate.shares is None else None
-        _multiply(given, pairs, gate, inner, count, up, experts.activation, left)
-        forms = {} if left is None else {_form(gate.parts[0]): left}
+    if len(gate.parts) == 1 and _layouts(gate) == _layouts(up):
+        left = room_for(inner, form_of(gate.parts[0])) if gate.shares is None else None
+        _multiply(given, choice, gate, inner, count, up, experts.activation, left)
+        forms = {} if left is None else {form_of(gate.parts[0]): left}
     else:
         other = torch.empty_like(inner)
-        _multiply(given, pairs, gate, inner, count)
-        _multiply(given, pairs, up, other, count)
+        _multiply(given, choice, gate, inner, count)
+        _multiply(given, choice, up, other, count)
         inner = gated(inner, other, experts.activation)
     inner = gathered(inner, gate.shares)
     results = torch.empty(num_pairs, down.out_features // count, device=inner.device)
-    _multiply(Input(inner, 1, forms), pairs, down, results, count)
+    _multiply(Input(inner, 1, forms), choice, down, results, count)
     return gathered(results, down.shares)
 
 
 def _multiply(
     x: Input,
-    pairs: Pairs,
+    choice: Choice,
     stack: Projection,
     y: Float[Tensor, "pairs out"],
     num_experts: int,
@@ -156,44 +150,33 @@ def _multiply(
             gate=weight, up=other, up_bias=y if second.bias is None else second.bias[row:],
             first=row // num_rows, end=(row + weight.out_features) // num_rows,
         )  # fmt: skip
-        output = Output(
-            out=y,
-            stride=y.stride(0),
-            num_rows=num_rows,
-            bias=y if stack.bias is None else stack.bias[row:],
-            softcap=0.0,
-            HAS_BIAS=triton.language.constexpr(stack.bias is not None),
-            ADD=triton.language.constexpr(False),
-            HAS_SOFTCAP=triton.language.constexpr(False),
-            ACTIVATION=triton.language.constexpr(""),
-            curve=y,
-        )
-        _launch(x, pairs, stacks, output, left, activation or "")
+        output = Output.of(y, num_rows, None if stack.bias is None else stack.bias[row:])
+        _launch(x, choice, stacks, output, left, activation or "")
         row += weight.out_features
 
 
-def _launch(x: Input, pairs: Pairs, stacks: Stacks, y: Output, left: Quantized | None, gate: str) -> None:
+def _launch(x: Input, choice: Choice, stacks: Stacks, y: Output, left: Quantized | None, gate: str) -> None:
     weight: PackedWeight = stacks.gate
-    own = x.in_form(_form(weight))
+    own = x.in_form(form_of(weight))
     to = (own if left is None else left).in_bytes()
     if weight.layout.is_float:
-        assert pairs.tiles is not None
-        _launch_dense(own, x.per_line, pairs.tiles, stacks, y, to, gate, leaves=left is not None)
+        assert choice.tiles is not None
+        _launch_dense(own, x.per_line, choice.tiles, stacks, y, to, gate, leaves=left is not None)
         return
     constants: dict[str, Any] = {
         "PLANES": weight.planes, "LANES": num_lanes(weight.codes.shape[1]), "GATE": gate, "LEAVES": left is not None,
         "DP4A": HAS_DP4A,
     }  # fmt: skip
-    if pairs.tiles is None:
-        tile, num_pairs = MATVEC_TILE if left is None else BLOCK_TILE, pairs.choice.experts.numel()
+    if choice.tiles is None:
+        tile, num_pairs = MATVEC_TILE if left is None else BLOCK_TILE, choice.experts.numel()
         expert_matvec[(num_pairs * triton.cdiv(y.num_rows, tile["ROWS"]),)](
-            own, pairs.choice.experts, _matrices(stacks, torch.int32), y, to, num_pairs, x.per_line,
+            own, choice.experts, _matrices(stacks, torch.int32), y, to, num_pairs, x.per_line,
             **constants, **tile, **EXACT,
         )  # fmt: skip
     else:
         tile = MATMUL_TILE | {"TOKENS": TILE}
-        expert_matmul[len(pairs.tiles.experts), triton.cdiv(y.num_rows, tile["ROWS"])](
-            own.in_bytes(), pairs.tiles, _matrices(stacks, torch.uint8), y, to, x.per_line,
+        expert_matmul[len(choice.tiles.experts), triton.cdiv(y.num_rows, tile["ROWS"])](
+            own.in_bytes(), choice.tiles, _matrices(stacks, torch.uint8), y, to, x.per_line,
             **constants, **tile, **EXACT,
         )  # fmt: skip
 
@@ -202,15 +185,11 @@ def _launch_dense(
     x: Quantized, per_line: int, tiles: Tiles, stacks: Stacks, y: Output, to: Quantized, gate: str, *, leaves: bool
 ) -> None:
     weight: PackedWeight = stacks.gate
-    form, num_inputs = _form(weight), weight.in_features
-    tile = FEW if form else TILES[0][0]
+    tile, num_inputs = FEW if form_of(weight) else TILES[0][0], weight.in_features
     assert tile.TOKENS == TILE
     expert_dense[len(tiles.experts), triton.cdiv(y.num_rows, tile.ROWS)](
         x, tiles, stacks._replace(gate=weight.codes, up=stacks.up.codes), y, to, per_line, num_inputs,
-        triton.cdiv(num_inputs, BLOCK),
-        PLANES=form, NUM_PLANES=NUM_PLANES[form], TOKENS=tile.TOKENS, ROWS=tile.ROWS, DEPTH=DEPTHS[form],
-        IS_WHOLE=num_inputs % DEPTHS[form] == 0, GATE=gate, LEAVES=leaves, num_warps=tile.num_warps,
-        num_stages=num_stages(tile, form, shared_bytes(weight.codes.device)), **EXACT,
+        triton.cdiv(num_inputs, BLOCK), **dense_constants(weight, tile, gate, leaves=leaves),
     )  # fmt: skip
 
 
@@ -218,17 +197,8 @@ def _matrices(stacks: Stacks, unit: torch.dtype) -> Stacks:
     return stacks._replace(gate=matrix_of(stacks.gate, unit), up=matrix_of(stacks.up, unit))
 
 
-def _is_float(weight: Any) -> bool:
-    return bool(weight.layout.is_float)
-
-
-def _form(weight: Any) -> int:
-    return int(FORMS.get(weight.layout.type, weight.planes))
-
-
-def _layout(stack: Projection) -> Any:
-    part: Any = stack.parts[0]
-    return part.layout
+def _layouts(stack: Projection) -> list[Layout]:
+    return [part.layout for part in stack.parts if isinstance(part, PackedWeight)]
 
 
 def _shared_results(

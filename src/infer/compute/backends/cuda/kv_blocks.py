@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from infer.compute.quantization.kv_formats import KV_TYPES
 from infer.compute.quantization.kv_layout import LayerCache
@@ -31,19 +32,21 @@ QUANTIZED_UNIT = tl.constexpr(2.0**-7)  # quantised keys and values divided by 1
 _STORED = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8": torch.int8, "q4": torch.int8}
 
 
-class Blocks(NamedTuple):
-    """A layer's keys and values, by [kv head, page, block], and the location of each row's slots."""
+class Part(NamedTuple):
+    """Keys or values of a layer, by [kv head, page, block]."""
 
-    key_codes: Any
-    key_scales: Any  # the same memory as halves
-    key_head: Any
-    key_page: Any
-    key_block: Any
-    value_codes: Any
-    value_scales: Any
-    value_head: Any
-    value_page: Any
-    value_block: Any
+    codes: Any
+    scales: Any  # the same memory as halves
+    head: Any  # codes from a kv head to the next
+    page: Any
+    block: Any
+
+
+class Blocks(NamedTuple):
+    """A layer's keys and values, and the location of each row's slots."""
+
+    key: Any
+    value: Any
     table: Any
     table_row: Any
     PAGE_TOKENS: Any  # a constant: dividing by it is a shift
@@ -53,29 +56,15 @@ class Blocks(NamedTuple):
 
 
 def make_blocks(layer: LayerCache) -> Blocks:
-    stored, pages = _STORED[layer.kv_type], layer.pages
-    keys, values = layer.keys.view(stored), layer.values.view(stored)
-    is_float = stored.is_floating_point
-    key_head, key_page, key_block, _ = keys.stride()
-    value_head, value_page, value_block, _ = values.stride()
-    return Blocks(
-        key_codes=keys,
-        key_scales=keys if is_float else layer.keys.view(torch.float16),
-        key_head=key_head,
-        key_page=key_page,
-        key_block=key_block,
-        value_codes=values,
-        value_scales=values if is_float else layer.values.view(torch.float16),
-        value_head=value_head,
-        value_page=value_page,
-        value_block=value_block,
-        table=pages.table,
-        table_row=pages.table.stride(0),
-        PAGE_TOKENS=tl.constexpr(pages.page_tokens),
-        shifts=pages.shifts,
-        sinks=pages.sinks,
-        windows=pages.windows,
-    )
+    pages, page_tokens = layer.pages, tl.constexpr(layer.pages.page_tokens)
+    key, value = (_part(memory, _STORED[layer.kv_type]) for memory in (layer.keys, layer.values))
+    line = pages.table.stride(0)
+    return Blocks(key, value, pages.table, line, page_tokens, pages.shifts, pages.sinks, pages.windows)
+
+
+def _part(memory: Tensor, stored: torch.dtype) -> Part:
+    codes = memory.view(stored)
+    return Part(codes, codes if stored.is_floating_point else memory.view(torch.float16), *codes.stride()[:3])
 
 
 @triton.jit
@@ -112,19 +101,19 @@ def load_keys(cache, head, page, block, lane, from_dim, DIM: tl.constexpr, SIZE:
     written can be anything, including NaN.
     """
     i = tl.arange(0, SIZE) + from_dim
-    first, columns = _offsets(head, page, block, cache.key_head, cache.key_page, cache.key_block)
+    first, columns = _offsets(head, page, block, cache.key)
     is_there = (i < DIM)[:, None]
     if KV_TYPE >= Q8:
         columns = _aligned(columns)
-        at = cache.key_codes + first + (columns + lane)[None, :] + (i // GROUP * RECORD + i % GROUP * LANES)[:, None]
+        at = cache.key.codes + first + (columns + lane)[None, :] + (i // GROUP * RECORD + i % GROUP * LANES)[:, None]
         codes = tl.load(at) if DIM // SIZE * SIZE == DIM else tl.load(at, mask=is_there, other=0)
         group = (tl.arange(0, SIZE // GROUP) + from_dim // GROUP)[:, None]
-        halves = cache.key_scales + first // 2 + (columns // 2 + lane)[None, :] + group * (RECORD // 2) + CODES // 2
+        halves = cache.key.scales + first // 2 + (columns // 2 + lane)[None, :] + group * (RECORD // 2) + CODES // 2
         scales = tl.load(halves, mask=group * GROUP < DIM, other=0.0).to(tl.float32) * QUANTIZED_UNIT
         wide = tl.broadcast_to(scales[:, None, :], (SIZE // GROUP, GROUP, TURN))
         return codes.to(tl.float32) * tl.reshape(wide, (SIZE, TURN))
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        at = cache.key_codes + first + (_aligned(columns) + lane)[None, :] + (i * LANES)[:, None]
+        at = cache.key.codes + first + (_aligned(columns) + lane)[None, :] + (i * LANES)[:, None]
         return tl.load(at) if DIM // SIZE * SIZE == DIM else tl.load(at, mask=is_there, other=0.0)
 
 
@@ -134,20 +123,20 @@ def load_values(
 ):
     """Return a turn's values [slots, dims], as `load_keys` does. Values that are not seen are 0."""
     i = tl.arange(0, SIZE) + from_dim
-    first, lines = _offsets(head, page, block, cache.value_head, cache.value_page, cache.value_block)
+    first, lines = _offsets(head, page, block, cache.value)
     is_there = is_seen[:, None] if DIM // SIZE * SIZE == DIM else is_seen[:, None] & (i < DIM)[None, :]
     if KV_TYPE >= Q8:
         stored, halves_at = _quantized_values(cache, first, lines, lane, i, is_there, KV_TYPE)
         group = (tl.arange(0, SIZE // GROUP) + from_dim // GROUP)[None, :]
         step = RECORD // 2 if KV_TYPE == Q8 else NARROW_RECORD // 2
-        halves = cache.value_scales + first // 2 + (lines // 2 + lane)[:, None] + group * step + halves_at
+        halves = cache.value.scales + first // 2 + (lines // 2 + lane)[:, None] + group * step + halves_at
         is_group = is_seen[:, None] & (group * GROUP < DIM)
         value = stored * _by_dimension(tl.load(halves, mask=is_group, other=0.0), SIZE)
         if KV_TYPE == Q4:
             value += _by_dimension(tl.load(halves + LANES, mask=is_group, other=0.0), SIZE)
         return value
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        at = cache.value_codes + first + (lines + lane * DIM)[:, None] + i[None, :]
+        at = cache.value.codes + first + (lines + lane * DIM)[:, None] + i[None, :]
         return tl.load(at, mask=is_there, other=0.0)
 
 
@@ -155,10 +144,10 @@ def load_values(
 def _quantized_values(cache, first, lines, lane, i, is_there, KV_TYPE: tl.constexpr):
     """Return the codes of values in float32, and the number of halves in a record before its scales."""
     if KV_TYPE == Q8:
-        at = cache.value_codes + first + (lines + lane * GROUP)[:, None] + (i // GROUP * RECORD + i % GROUP)[None, :]
+        at = cache.value.codes + first + (lines + lane * GROUP)[:, None] + (i // GROUP * RECORD + i % GROUP)[None, :]
         return tl.load(at, mask=is_there, other=0).to(tl.float32), CODES // 2
     else:  # noqa: RET505 - a constant condition: only one of the two is compiled
-        at = cache.value_codes + first + (lines + lane * 16)[:, None] + (i // GROUP * NARROW_RECORD + i % 16)[None, :]
+        at = cache.value.codes + first + (lines + lane * 16)[:, None] + (i // GROUP * NARROW_RECORD + i % 16)[None, :]
         both = tl.load(at, mask=is_there, other=0)
         return tl.where((i % GROUP < 16)[None, :], both & 15, (both >> 4) & 15).to(tl.float32), NARROW_CODES // 2
 
@@ -171,14 +160,14 @@ def _by_dimension(halves, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _offsets(head, page, block, head_stride, page_stride, block_stride):
+def _offsets(head, page, block, part):
     """Return an offset that all slots of a turn share, and those of each slot's block from there."""
-    first = head.to(tl.int64) * head_stride
+    first = head.to(tl.int64) * part.head
     if len(page.shape) == 0:
-        first += page * page_stride
-        blocks = block * block_stride
+        first += page * part.page
+        blocks = block * part.block
     else:
-        blocks = page * page_stride + block * block_stride
+        blocks = page * part.page + block * part.block
     return first, blocks
 
 
@@ -191,44 +180,28 @@ def _aligned(blocks):
 @triton.jit
 def store_key(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
     """Store x [SIZE], of which the first DIM elements count. If the key is quantised, x is already mixed."""
-    at = head.to(tl.int64) * cache.key_head + page * cache.key_page + block * cache.key_block
+    at = head.to(tl.int64) * cache.key.head + page * cache.key.page + block * cache.key.block
     if KV_TYPE >= Q8:
-        codes, scales, records = _in_8_bits(x, SIZE)
-        within = tl.arange(0, GROUP)[None, :]
-        is_there = records * GROUP < DIM
-        tl.store(
-            cache.key_codes + at + records[:, None] * RECORD + within * LANES + lane, codes, mask=is_there[:, None]
-        )
-        tl.store(cache.key_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
+        _store_8_bits(cache.key, at, tl.arange(0, GROUP)[None, :] * LANES + lane, lane, x, DIM, SIZE)
     else:
-        tl.store(cache.key_codes + at + i * LANES + lane, _narrow(x, cache.key_codes), mask=i < DIM)
+        tl.store(cache.key.codes + at + i * LANES + lane, _narrow(x, cache.key.codes), mask=i < DIM)
 
 
 @triton.jit
 def store_value(cache, head, page, block, lane, x, i, DIM: tl.constexpr, SIZE: tl.constexpr, KV_TYPE: tl.constexpr):
-    at = head.to(tl.int64) * cache.value_head + page * cache.value_page + block * cache.value_block
+    at = head.to(tl.int64) * cache.value.head + page * cache.value.page + block * cache.value.block
     if KV_TYPE == Q8:
-        codes, scales, records = _in_8_bits(x, SIZE)
-        within = tl.arange(0, GROUP)[None, :]
-        is_there = records * GROUP < DIM
-        tl.store(
-            cache.value_codes + at + records[:, None] * RECORD + lane * GROUP + within, codes, mask=is_there[:, None]
-        )
-        tl.store(cache.value_scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
+        _store_8_bits(cache.value, at, lane * GROUP + tl.arange(0, GROUP)[None, :], lane, x, DIM, SIZE)
     elif KV_TYPE == Q4:
-        codes, scales, minima, records = _in_4_bits(x, SIZE)
-        within = tl.arange(0, 16)[None, :]
+        codes, scales, minima = _in_4_bits(x, SIZE)
+        records, within = tl.arange(0, SIZE // GROUP), lane * 16 + tl.arange(0, 16)[None, :]
         is_there = records * GROUP < DIM
-        tl.store(
-            cache.value_codes + at + records[:, None] * NARROW_RECORD + lane * 16 + within,
-            codes,
-            mask=is_there[:, None],
-        )
-        halves = cache.value_scales + (at + records * NARROW_RECORD + NARROW_CODES) // 2 + lane
+        tl.store(cache.value.codes + at + records[:, None] * NARROW_RECORD + within, codes, mask=is_there[:, None])
+        halves = cache.value.scales + (at + records * NARROW_RECORD + NARROW_CODES) // 2 + lane
         tl.store(halves, scales, mask=is_there)
         tl.store(halves + LANES, minima, mask=is_there)
     else:
-        tl.store(cache.value_codes + at + lane * DIM + i, _narrow(x, cache.value_codes), mask=i < DIM)
+        tl.store(cache.value.codes + at + lane * DIM + i, _narrow(x, cache.value.codes), mask=i < DIM)
 
 
 @triton.jit
@@ -258,11 +231,14 @@ def _saturated(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _in_8_bits(x, SIZE: tl.constexpr):
-    groups = tl.reshape(x, (SIZE // GROUP, GROUP))
+def _store_8_bits(part, at, within, lane, x, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """Store x [SIZE] from `at` on. `within` [1, GROUP] are the places of a group's codes in its record."""
+    groups, records = tl.reshape(x, (SIZE // GROUP, GROUP)), tl.arange(0, SIZE // GROUP)
     scales = _half(tl.div_rn(tl.max(tl.abs(groups), axis=1) + _not_finite(groups), 127.0))
     steps = _steps(groups, scales)
-    return tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8), scales, tl.arange(0, SIZE // GROUP)
+    codes, is_there = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8), records * GROUP < DIM
+    tl.store(part.codes + at + records[:, None] * RECORD + within, codes, mask=is_there[:, None])
+    tl.store(part.scales + (at + records * RECORD + CODES) // 2 + lane, scales, mask=is_there)
 
 
 @triton.jit
@@ -273,7 +249,7 @@ def _in_4_bits(x, SIZE: tl.constexpr):
     steps = _steps(groups - minima.to(tl.float32)[:, None], scales)
     codes = tl.minimum(tl.maximum(steps, 0.0), 15.0).to(tl.int32)
     low, high = tl.split(tl.permute(tl.reshape(codes, (SIZE // GROUP, 2, 16)), (0, 2, 1)))
-    return (low | (high << 4)).to(tl.int8), scales, minima, tl.arange(0, SIZE // GROUP)
+    return (low | (high << 4)).to(tl.int8), scales, minima
 
 
 @triton.jit

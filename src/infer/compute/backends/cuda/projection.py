@@ -1,10 +1,10 @@
 """The ops that multiply by weights: activations in the form that each matrix takes, then a kernel by type and size."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from infer.compute.backends.cuda.activations import (
     twin_of,
 )
 from infer.compute.backends.cuda.blocks import matrix_of
-from infer.compute.backends.cuda.dense import DEPTHS, SHARED_BYTES, dense, dense_tile, num_stages
+from infer.compute.backends.cuda.dense import DEPTHS, SHARED_BYTES, DenseTile, dense, dense_tile, num_stages
 from infer.compute.backends.cuda.epilogue import Output
 from infer.compute.backends.cuda.layouts import BLOCK, Layout, PackedWeight
 from infer.compute.backends.cuda.matmul import matmul, matvec, multiply_few_rows, num_lanes
@@ -30,7 +30,7 @@ from infer.compute.backends.cuda.sampling.sampler import EXACT
 from infer.compute.backends.reference_parts import gated, gathered
 from infer.compute.operands.activation_values import Activations
 from infer.compute.operands.feed_forwards import Activation
-from infer.compute.operands.weights import Norm, Projection
+from infer.compute.operands.weights import Norm, Projection, Weight
 
 IS_INTERPRETED = triton.knobs.runtime.interpret
 HAS_DP4A = not IS_INTERPRETED and torch.version.hip is None
@@ -43,7 +43,11 @@ FEW_ROWS_TILES = (  # of few tokens, and of many
     {"TOKENS": 1, "ROWS": 256 if IS_INTERPRETED else 1, "PARTS": 16, "num_warps": 1},
     {"TOKENS": 8, "ROWS": 256 if IS_INTERPRETED else 8, "PARTS": 4, "num_warps": 2},
 )
-FORMS = {"F32": 0, "F16": F16_PLANES.value, "BF16": BF16_PLANES.value}  # of the activations of a float type
+FORMS: dict[str, int] = {
+    "F32": 0,
+    "F16": F16_PLANES.value,
+    "BF16": BF16_PLANES.value,
+}  # of the activations of a float type
 
 
 def norm_project(x: Float[Tensor, "tokens hidden"], norm: Norm | None, projection: Projection) -> Activations:
@@ -139,21 +143,13 @@ def multiply(
     made, gate = None, (activation or "") if has_gate else ""
     for weight in projection.parts:
         assert isinstance(weight, PackedWeight)
-        form = FORMS.get(weight.layout.type, weight.planes)
+        form = form_of(weight)
         if form not in forms:
             forms[form] = in_form(floats, norm, form, indices)
-        output = Output(
-            out=y[:, column:],
-            stride=y.stride(0),
-            num_rows=weight.out_features // (2 if gate else 1),
-            bias=y if bias is None else bias[column:],
-            softcap=softcap or 0.0,
-            HAS_BIAS=tl.constexpr(bias is not None),
-            ADD=tl.constexpr(add),
-            HAS_SOFTCAP=tl.constexpr(softcap is not None),
-            ACTIVATION=tl.constexpr("" if gate else activation or ""),
-            curve=y if projection.curve is None else projection.curve,
-        )
+        output = Output.of(
+            y[:, column:], weight.out_features // (2 if gate else 1), None if bias is None else bias[column:],
+            add=add, softcap=softcap, activation="" if gate else activation or "", curve=projection.curve,
+        )  # fmt: skip
         left = room_for(y, form) if activation else None
         if has_few_rows and not form:
             _launch_few_rows(forms[form], weight, output, len(y))
@@ -162,6 +158,12 @@ def multiply(
         made = Twin(form, left)
         column += output.num_rows
     return made
+
+
+def form_of(weight: Weight) -> int:
+    """Return the form of the activations that a packed weight is multiplied with."""
+    assert isinstance(weight, PackedWeight)
+    return FORMS.get(weight.layout.type, weight.planes)
 
 
 def in_form(
@@ -196,9 +198,8 @@ def launch(x: Quantized, weight: PackedWeight, y: Output, left: Quantized | None
         tile = matmul_tile(weight.layout, num_tokens, gate)
         tiles = triton.cdiv(num_tokens, tile["TOKENS"]), triton.cdiv(y.num_rows, tile["ROWS"])
         matmul[tiles](
-            x.in_bytes(), matrix_of(weight, torch.uint8), y, to, num_tokens,
-            DP4A=HAS_DP4A, **constants, **tile, **EXACT,
-        )  # fmt: skip
+            x.in_bytes(), matrix_of(weight, torch.uint8), y, to, num_tokens, DP4A=HAS_DP4A, **constants, **tile, **EXACT
+        )
 
 
 def matmul_tile(layout: Layout, num_tokens: int, gate: str) -> dict[str, int]:
@@ -210,14 +211,21 @@ def matmul_tile(layout: Layout, num_tokens: int, gate: str) -> dict[str, int]:
 def _launch_dense(
     x: Quantized, weight: PackedWeight, y: Output, to: Quantized, num_tokens: int, gate: str, *, leaves: bool
 ) -> None:
-    form, num_inputs = FORMS[weight.layout.type], weight.in_features
-    tile = dense_tile(num_tokens, y.num_rows, form)
+    tile, num_inputs = dense_tile(num_tokens, y.num_rows, form_of(weight)), weight.in_features
     dense[(triton.cdiv(num_tokens, tile.TOKENS) * triton.cdiv(y.num_rows, tile.ROWS),)](
         x, weight.codes, y, to, num_tokens, num_inputs, triton.cdiv(num_inputs, BLOCK),
-        PLANES=form, NUM_PLANES=NUM_PLANES[form], TOKENS=tile.TOKENS, ROWS=tile.ROWS, DEPTH=DEPTHS[form],
-        IS_WHOLE=num_inputs % DEPTHS[form] == 0, GATE=gate, LEAVES=leaves,
-        num_warps=tile.num_warps, num_stages=num_stages(tile, form, shared_bytes(weight.codes.device)), **EXACT,
+        **dense_constants(weight, tile, gate, leaves=leaves),
     )  # fmt: skip
+
+
+def dense_constants(weight: PackedWeight, tile: DenseTile, gate: str, *, leaves: bool) -> dict[str, Any]:
+    """Return the constants and options of a float matrix's kernel."""
+    form = form_of(weight)
+    return {
+        "PLANES": form, "NUM_PLANES": NUM_PLANES[form], "TOKENS": tile.TOKENS, "ROWS": tile.ROWS, "DEPTH": DEPTHS[form],
+        "IS_WHOLE": weight.in_features % DEPTHS[form] == 0, "GATE": gate, "LEAVES": leaves, "num_warps": tile.num_warps,
+        "num_stages": num_stages(tile, form, shared_bytes(weight.codes.device)), **EXACT,
+    }  # fmt: skip
 
 
 def _launch_few_rows(x: Quantized, weight: PackedWeight, y: Output, num_tokens: int) -> None:

@@ -162,9 +162,8 @@ def _scale(x, weight, heads, eps, i, is_mine, NUM_HEADS: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def _rotated(
-    x, weight, heads, scale, eps, rotation, angle, i, is_mine,
-    DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    x, weight, heads, scale, eps, rotation, angle, i, is_mine, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
+):
     """Return elements i of heads, normalised. Elements i and i + HALF rotate together, and the rest stay."""
     own = _normalized(x, weight, heads, scale, i, is_mine, DIM, NORM)
     if HALF > 0:

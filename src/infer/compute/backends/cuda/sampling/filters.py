@@ -31,10 +31,7 @@ TOP_K, TOP_P, LOG_MIN_P = (FILTER_FIELDS[name] for name in ("top_k", "top_p", "m
 
 
 @triton.jit
-def weigh_blocks(
-    batch, largests, sums, num_blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
+def weigh_blocks(batch, largests, sums, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr):
     """Store the weight of each block of the rows with a top-p and no top-k. They add up to the vocabulary's weight."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if (double(batch, row, TOP_P) < 1) & (double(batch, row, TOP_K) == 0):
@@ -104,9 +101,8 @@ def _gather(batch, row, view, maxima, gathered, CHUNK: tl.constexpr, CHUNKS: tl.
 
 @triton.jit
 def _gathered_tile(
-    batch, row, view, gathered, num_gathered, floor,
-    CHUNK: tl.constexpr, CAPACITY: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
+    batch, row, view, gathered, num_gathered, floor, CHUNK: tl.constexpr, CAPACITY: tl.constexpr, EDITS: tl.constexpr
+):
     """Return the ids, logits, keys and weights of the gathered tokens, and the floor as a key of such logits."""
     first, shift, top = view[0], view[1], view[3]
     slots = tl.arange(0, CAPACITY) // CHUNK
@@ -122,10 +118,7 @@ def _gathered_tile(
 
 
 @triton.jit
-def _choose(
-    batch, row, view, tile, floor, total,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
+def _choose(batch, row, view, tile, floor, total, WHOLE: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr):
     """Return the token, and the key and id of the last token kept, among the tokens above the floor.
 
     The token is −1 if they do not contain all that is kept. `total` is the vocabulary's weight for a top-p without a

@@ -189,9 +189,8 @@ def _bits(x):
 
 @triton.jit
 def _view(
-    batch, row, found, num_blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr,
-):  # fmt: skip
+    batch, row, found, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr, FILTERS: tl.constexpr
+):
     """Return the values that turn a row's logits into scored ones, and the largest scored logit."""
     blocks = tl.arange(0, BLOCKS)
     is_block, at = blocks < num_blocks, row * num_blocks + blocks

@@ -119,9 +119,8 @@ def largest_of_row(largests, row, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def lifted_largest_of_row(
-    batch, row, largests, num_blocks,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr,
-):  # fmt: skip
+    batch, row, largests, num_blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EDITS: tl.constexpr
+):
     """Return the same, and whether the minimum length would leave nothing, so that it is not enforced."""
     has_fault, largest = largest_of_row(largests, row, num_blocks, BLOCKS)
     is_lifted = ((largest == -INFINITY) & bans_ends(batch, row, EDITS)).to(tl.int32)

@@ -72,7 +72,7 @@ def _codes_of(tree: ast.Module) -> Iterator[str]:
                 yield from _texts(value, constants)
             case ast.Assign(targets=[ast.Tuple(elts=[ast.Name(id="code"), *_])], value=ast.Tuple(elts=[value, *_])):
                 yield from _texts(value, constants)
-            case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CODE_PLACE:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=arguments) if name in _CODE_PLACE:
                 for value in arguments[_CODE_PLACE[name] :][:1]:
                     yield from _texts(value, constants)
             case ast.arguments(args=[*_, ast.arg(arg="code")], defaults=[*_, value]):

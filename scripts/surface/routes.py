@@ -39,8 +39,8 @@ def engine_event_rows() -> Iterator[Row]:
 
 def all_routes() -> list[ApiRoute]:
     """Return the routes of a server of one model, and those that only a server of several models has."""
-    known = {(each.method, each.path) for each in ROUTES}
-    return [*ROUTES, *(each for each in ShelfFront(Mock(Shelf, models={})).table if (each.method, each.path) not in known)]
+    known, table = {(each.method, each.path) for each in ROUTES}, ShelfFront(Mock(Shelf, models={})).table
+    return [*ROUTES, *(each for each in table if (each.method, each.path) not in known)]
 
 
 def route_rows() -> Iterator[Row]:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Literal, TypeVar, final
 
 ArgumentSyntax = Literal["json", "python", "xml", "bare"]
@@ -122,7 +122,7 @@ class ReasoningFormat:
     text_channel: str = ""
     aside_channel: str = ""
 
-    @cached_property
+    @property
     def sign(self) -> str:
         """Text that is in the template of every model with this format."""
         return self.opening if self.body else self.closing

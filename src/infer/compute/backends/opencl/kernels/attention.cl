@@ -293,8 +293,8 @@ KERNEL attend(
         barrier(CLK_LOCAL_MEM_FENCE);
         if (item < LANES) {
             float sum = 0.0f;
-            for (int at = item; at < CHUNK; at += LANES)
-                sum += p[at];
+            for (int at = 0; at < CHUNK; at += LANES)  // from `item` on, Intel's compiler may add in another order
+                sum += p[at + item];
             sums[item] = sum;
         }
         barrier(CLK_LOCAL_MEM_FENCE);

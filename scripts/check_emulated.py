@@ -47,8 +47,8 @@ DEBIAN = (
 # The last torch whose wheel for AArch64 is built only for CPUs.
 WHEELS = (
     "torch==2.10.0", "numba>=0.68,<0.69", "llvmlite", "numpy", "click", "jaxtyping", "wadler_lindig", "jinja2",
-    "markupsafe", "llguidance", "safetensors", "tokenizers", "typing_extensions", "filelock", "sympy", "mpmath",
-    "networkx", "fsspec",
+    "markupsafe", "llguidance", "msgspec", "safetensors", "tokenizers", "typing_extensions", "filelock", "sympy",
+    "mpmath", "networkx", "fsspec",
 )  # fmt: skip
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux2014_aarch64", "manylinux_2_17_aarch64")
 
@@ -69,8 +69,12 @@ def aarch64_folder() -> Path:
 
 
 def make_aarch64(folder: Path) -> None:
-    """Make the folder under another name and then move it, so that an interrupted run leaves no part of it."""
-    if (folder / "usr").exists():
+    """Make the folder, unless it has these packages.
+
+    It is made under another name and then moved, so that an interrupted run leaves no part of it.
+    """
+    parts, made_of = repr((DEBIAN, WHEELS)), folder / "made-of"
+    if made_of.exists() and made_of.read_text(encoding="utf-8") == parts:
         return
     if shutil.which("apt-get") is None:
         raise MissingError("apt-get is not there: AArch64's Python comes from Debian's packages")
@@ -83,6 +87,7 @@ def make_aarch64(folder: Path) -> None:
         install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--only-binary=:all:"]
         target = ["--python-version", "3.11", "--target", str(scratch / "made" / "site")]
         subprocess.run([*install, *platforms, *target, *WHEELS], check=True)
+        (scratch / "made" / made_of.name).write_text(parts, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         (scratch / "made").rename(folder)
 

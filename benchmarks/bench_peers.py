@@ -9,7 +9,8 @@
     python benchmarks/bench_peers.py --models smollm2-bf16 --cases "prefill 512" --threads 2     beside transformers
 
 llama.cpp comes from an environment that has llama-cpp-python: --llama-python, $LLAMA_CPP_PYTHON, or .venv-peers.
-Several builds, as NAME=PATH, run side by side, each without and with flash attention. transformers runs the weights
+Several builds, as NAME=PATH, run side by side, each without and with flash attention. --llama-bench takes llama.cpp's
+own program instead, which measures decode without a prompt's time, and no start. transformers runs the weights
 dequantised (`pip install accelerate gguf`). Ratios are to the first side: the first build of llama.cpp, or the first
 of infer. INFER_ISA chooses our instruction set: give the peer a build of the same one (and torch ATEN_CPU_CAPABILITY,
 ONEDNN_MAX_CPU_ISA).
@@ -111,12 +112,22 @@ def peer_worker(python: str) -> tuple[str, ...]:
     return (python, WORKER, "llama")
 
 
+def named_build(build: str) -> tuple[str, str]:
+    """Return the name of a side and the path in [NAME=]PATH."""
+    name, separator, path = build.rpartition("=")
+    return f"llama.cpp {name}" if separator else "llama.cpp", path
+
+
 def find_sides(options: argparse.Namespace) -> list[Side]:
     """Return two sides per build of llama.cpp, two of transformers if it is installed, and those of infer."""
     sides = []
-    for build in () if options.alone else options.llama_python or [""]:
-        name, separator, path = build.rpartition("=")
-        name = f"llama.cpp {name}" if separator else "llama.cpp"
+    for build in () if options.alone else options.llama_bench:
+        name, path = named_build(build)
+        command, program = (sys.executable, WORKER, "llama-bench"), {"program": path}
+        sides.append(Side(name, command, program, has_cold_start=False))
+        sides.append(Side(f"{name} flash", command, program | {"flash": True}, has_cold_start=False))
+    for build in () if options.alone or sides else options.llama_python or [""]:
+        name, path = named_build(build)
         if python := find_llama_python(path or None):
             sides.append(Side(name, peer_worker(python), {}))
             sides.append(Side(f"{name} flash", peer_worker(python), {"flash": True}, has_cold_start=False))
@@ -253,6 +264,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--infer", nargs="+", choices=OURS, default=["exact", "fast"], help="sides of infer")
     parser.add_argument("--threads", nargs="+", type=int, default=sorted({1, available_cores()}))
     parser.add_argument("--llama-python", nargs="+", default=[], metavar="[NAME=]PATH", help="with llama-cpp-python")
+    parser.add_argument("--llama-bench", nargs="+", default=[], metavar="[NAME=]PATH", help="llama.cpp's own program")
     parser.add_argument("--alone", action="store_true", help="infer only")
     parser.add_argument("--quick", action="store_true", help="SmolLM2 as it is installed, three rounds, three cases")
     options = parser.parse_args()
@@ -272,7 +284,7 @@ def main() -> None:
     options = parse_arguments()
     is_cold, options.cases = "cold" in options.cases, [name for name in options.cases if name != "cold"]
     sides = find_sides(options)
-    peers = [side.command for side in sides if side.name.startswith("llama.cpp")]
+    peers = [side.command for side in sides if side.command[-1] == "llama"]
     runs_on, results = dict[str, str](), dict[str, Any]()
     print_head(options, "tokens per second")
     models = {name: partial(find_model, name, peers) for name in options.models}

@@ -1,6 +1,6 @@
 """One side of bench_peers: an engine in a separate process.
 
-    python peer_worker.py llama|infer|transformers                  answers JSON lines
+    python peer_worker.py llama|llama-bench|infer|transformers      answers JSON lines
     python peer_worker.py llama-texts                               the same, for hidden states of texts by an encoder
     python peer_worker.py llama|infer|transformers cold OPTIONS     loads, prints one token, then the resident memory
 
@@ -12,6 +12,7 @@ import ctypes
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -100,6 +101,32 @@ class LlamaEngine(Engine):
 
     def _sample(self) -> int:
         return int(self._api.llama_sampler_sample(self._sampler, self._context, -1))
+
+
+class LlamaBenchEngine(Engine):
+    """llama.cpp's own program, which loads the model for each measure, and warms up before it."""
+
+    def __init__(self, path: str, threads: int, context: int, *, program: str, flash: bool = False) -> None:
+        self._command = [program, "-m", path, "-t", str(threads), "-fa", str(int(flash)), "-r", "1", "-o", "json"]
+
+    def measure(self, prompt: list[int], new_tokens: int) -> dict[str, float]:
+        """Return `decode`, or without new tokens `prefill`: the program times one of them."""
+        if new_tokens:
+            return {
+                "decode": new_tokens / self._run("-p", "0", "-n", str(new_tokens), "-d", str(len(prompt)))["avg_ts"]
+            }
+        return {"prefill": len(prompt) / self._run("-p", str(len(prompt)), "-n", "0")["avg_ts"]}
+
+    def runs_on(self) -> str:
+        found = self._run("-p", "1", "-n", "0")
+        return f"build {found['build_number']}, {found['backends']}, {found['cpu_info']}"
+
+    def _run(self, *options: str) -> dict[str, Any]:
+        found = subprocess.run(
+            [*self._command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+        )
+        (result,) = json.loads(found.stdout)
+        return dict(result)
 
 
 class InferEngine(Engine):
@@ -194,7 +221,9 @@ class LlamaTexts:
         self._api.llama_get_embeddings_seq(self._llama.ctx, 0)[0]
 
 
-ENGINES: dict[str, type[Engine]] = {"llama": LlamaEngine, "infer": InferEngine, "transformers": TransformersEngine}
+ENGINES: dict[str, type[Engine]] = {
+    "llama": LlamaEngine, "llama-bench": LlamaBenchEngine, "infer": InferEngine, "transformers": TransformersEngine,
+}  # fmt: skip
 
 
 def serve_texts() -> None:

@@ -14,7 +14,7 @@ from infer.models.families.experts import (
     is_sparse_in_ernie,
     is_sparse_in_qwen,
 )
-from infer.models.families.family import ATTENTION_BIAS, QWEN_WINDOWS, Family, usual_defaults
+from infer.models.families.family import ATTENTION_BIAS, Family, usual_defaults
 
 _QWEN = ExpertRules(shared=SHARED_SIZE, has_shared_gate=True)
 
@@ -90,10 +90,9 @@ SPARSE: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         usual_defaults(32_768, num_key_value_heads=16, num_experts_per_tok=4, moe_intermediate_size=1408)
-        | {SHARED_SIZE: 5632, **QWEN_WINDOWS},
+        | {SHARED_SIZE: 5632},
         fixed={"attention_bias": True, "attention_output_bias": False},
         refuses={"use_sliding_window": False},
-        layer_kinds=kinds.windowed_from_a_layer_on,
         experts=_QWEN,
         is_sparse=is_sparse_in_qwen,
     ),
